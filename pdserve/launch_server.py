@@ -250,7 +250,7 @@ class Side:
         )
 
     def _adopt(self, begun: Callable[[Side], None]) -> None:
-        """Take over the engine of the former side, and end what that has in this process."""
+        """Take over the engine of `former`, and close what the former side owns in this process."""
         former, self._former = self._former, None
         assert former is not None
         self._owns_engine, former._owns_engine = True, False

@@ -350,7 +350,7 @@ class ParamSlots:
 
     @property
     def of_some_inputs(self) -> list[Param]:
-        """The parameters of which this rank holds some of the inputs."""
+        """The parameters whose input dimension is split over the ranks."""
         return [param for param in self._params.values() if param.part is not None and param.dim == 1]
 
     def names_of(self, name: str) -> list[str]:

@@ -74,4 +74,4 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     probes: dict[str, WaitsFor] = msgspec.field(default_factory=dict)
     """By rid, the resource that each live probe waits for; see `SchedulerRole.waits_for`."""
     replicas: list[EngineState] = msgspec.field(default_factory=list)
-    """States of the data-parallel ranks, of which this state is the sum; empty for one replica."""
+    """States of the data-parallel ranks, which this state adds up; empty for one replica."""

@@ -16,7 +16,7 @@ from pdserve.protocol.failure import Failure
 
 
 class ExtractRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Asks for the state of the live request `rid`, of which a snapshot is made.
+    """Asks for the state of the live request `rid`, for a snapshot.
 
     `with_kv`: also for the bytes of its KV, which `KVPart`s carry before the `ExtractReply`. `keep` False: the request
     ends with the finish reason `suspended`.

@@ -10,7 +10,7 @@ rank 0                                    follower
   | <- PeerConnected, CopyDone, Notified |   events of this rank's transport, to be agreed on (`consensus`)
   | <---------------------- RolePrepared |   the parts of another role are open; an Answer has the RoleDecision
   | <----------------------- PagesCopied |   ends of copies to and from the host tier (`rank_copies`)
-  | <---------------------- StorageEnded |   ends of storage jobs, of which the least pages count (`rank_storage`)
+  | <---------------------- StorageEnded |   ends of storage jobs; rank 0 takes the minimum (`rank_storage`)
   | <-- Alive, in both directions -----> |
   | Stop ------------------------------> |
   | <------------------------ RankFailed |
@@ -198,7 +198,7 @@ class PagesCopied(msgspec.Struct, frozen=True, tag=True):
 
 
 class StorageEnded(msgspec.Struct, frozen=True, tag=True):
-    """The storage job `number` has ended on this rank, with so many leading pages (`rank_storage`)."""
+    """The storage job `number` has ended on this rank; it moved the first `num_pages` pages (`rank_storage`)."""
 
     number: Count
     num_pages: Count

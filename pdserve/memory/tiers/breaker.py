@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 MOST_LIES = 3
-"""Look-ups in a row that found objects, none of which could be read, until the breaker opens."""
+"""The breaker opens after this many look-ups in a row that found objects but could read none."""
 
 
 class StorageBreakerState(enum.StrEnum):

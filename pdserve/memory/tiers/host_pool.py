@@ -1,4 +1,4 @@
-"""The host tier of the prefix cache: which slots of host memory hold the KV of which tokens.
+"""The host tier of the prefix cache: it maps token prefixes to the slots of host memory that hold their KV.
 
     device    RadixTree over pages of the pool      [A B C] [D E]
                    | save ^                              |
