@@ -21,21 +21,23 @@ from pdserve.memory.kv_memory import KVMemory, PageTable
 from pdserve.memory.layout import PageSpace
 from pdserve.memory.lease import Lease
 from pdserve.memory.tiers.storage_port import StoragePort
-from pdserve.protocol.extraction import ExtractReply, KVPart
+from pdserve.protocol.engine_state import EngineReady
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.protocol.messages import (
     CommandReply,
-    EngineReady,
+    ExtractReply,
     FinishReason,
     GenerateRequest,
+    KVPart,
     OutputBatch,
     RoomAddress,
     SpeculationStats,
     StateReply,
     ToApi,
 )
-from pdserve.scheduler.context import Outbox, SchedulerContext, StepLimits
+from pdserve.scheduler.context import SchedulerContext, StepLimits
 from pdserve.scheduler.kv_checksum import KVChecksum, WriteLine
+from pdserve.scheduler.outbox import Outbox
 from pdserve.scheduler.request import WaitingQueue
 from pdserve.scheduler.role_switcher import RoleSwitcher
 from pdserve.scheduler.roles.base import SchedulerRole

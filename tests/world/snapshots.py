@@ -18,8 +18,7 @@ from collections import Counter
 
 import msgspec
 
-from pdserve.protocol.extraction import ExtractRequest, KVPart
-from pdserve.protocol.messages import GenerateRequest
+from pdserve.protocol.messages import ExtractRequest, GenerateRequest, KVPart
 from pdserve.protocol.snapshot import (
     KVIdentity,
     RequestSnapshot,
