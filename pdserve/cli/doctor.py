@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import requests
 
 from pdserve.cli.doctor_checks import CHECKS, Finding, is_loopback
-from pdserve.cli.fleet import Fleet, FleetClient, ServerView, add_connection_flags, client_of, read_fleet
+from pdserve.cli.fleet import Fleet, FleetClient, FleetServer, add_connection_flags, client_of, read_fleet
 from pdserve.cli.help_pages import CommandParser
 from pdserve.errors import RequestError
 
@@ -147,7 +147,7 @@ def check_ports(fleet: Fleet) -> Iterator[Finding]:
         yield Finding(check="port", severity="note", where=tuple(outside), what=what, fix=fix)
 
 
-def _ports(server: ServerView) -> Iterator[tuple[str, tuple[str, int]]]:
+def _ports(server: FleetServer) -> Iterator[tuple[str, tuple[str, int]]]:
     """Yield name and address of a server's listeners, its HTTP port first."""
     address = urlsplit(server.url)
     host, mode = address.hostname or "", server.info.get("disaggregation_mode")

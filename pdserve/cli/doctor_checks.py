@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import pdserve
 from pdserve.base.proof import NO_TOKEN_ID
-from pdserve.cli.fleet import Fleet, ServerView
+from pdserve.cli.fleet import Fleet, FleetServer
 from pdserve.config.accepted_group import AcceptedConfig
 
 Severity = Literal["error", "warning", "note"]
@@ -184,7 +184,11 @@ def check_models(fleet: Fleet) -> Iterator[Finding]:
 
 
 def _different(
-    servers: Sequence[ServerView], names: Sequence[str], check: str, severity: Severity, of: Callable[[ServerView], Any]
+    servers: Sequence[FleetServer],
+    names: Sequence[str],
+    check: str,
+    severity: Severity,
+    of: Callable[[FleetServer], Any],
 ) -> Iterator[Finding]:
     for name in names:
         values = {one.url: of(one)[name] for one in servers if of(one).get(name) is not None}
@@ -235,7 +239,7 @@ def check_memory(fleet: Fleet) -> Iterator[Finding]:
             yield from _check_pool(server, state)
 
 
-def _check_pool(server: ServerView, state: dict[str, Any]) -> Iterator[Finding]:
+def _check_pool(server: FleetServer, state: dict[str, Any]) -> Iterator[Finding]:
     memory = state.get("memory") or {}
     total = memory.get("pages_total", 0)
     usable = memory.get("pages_free", 0) + memory.get("pages_evictable", 0)
@@ -286,7 +290,7 @@ CHECKS: tuple[Callable[[Fleet], Iterator[Finding]], ...] = (
 )  # fmt: skip
 
 
-def _finding(check: str, severity: Severity, server: ServerView, what: str, fix: str) -> Finding:
+def _finding(check: str, severity: Severity, server: FleetServer, what: str, fix: str) -> Finding:
     return Finding(check=check, severity=severity, where=(server.url,), what=what, fix=fix)
 
 

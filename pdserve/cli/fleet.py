@@ -126,7 +126,7 @@ def _message_of(body: bytes) -> str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ServerView:
+class FleetServer:
     """One server. `role`: prefill, decode or unified.
 
     `info` is its `/get_server_info`, empty if `error` says why it could not be read. `entry` is its entry in the
@@ -168,7 +168,7 @@ class Fleet:
     """
 
     url: str
-    servers: tuple[ServerView, ...]
+    servers: tuple[FleetServer, ...]
     router: Json | None
     pairs: tuple[Json, ...] = ()
     edges: tuple[Json, ...] = ()
@@ -176,7 +176,7 @@ class Fleet:
     asked_at: float = 0.0
     answered_at: float = 0.0
 
-    def of(self, role: str) -> list[ServerView]:
+    def of(self, role: str) -> list[FleetServer]:
         """Return the servers of a role."""
         return [server for server in self.servers if server.role == role]
 
@@ -219,19 +219,19 @@ def read_fleet(client: FleetClient) -> Fleet:
     )
 
 
-def _only_server(url: str, info: Json, observed: Json) -> ServerView:
+def _only_server(url: str, info: Json, observed: Json) -> FleetServer:
     role = ROLES.get(str(info.get("disaggregation_mode")), "unified")
-    return ServerView(url=url, role=role, info=info, observed=observed)
+    return FleetServer(url=url, role=role, info=info, observed=observed)
 
 
-def _server(entry: Json, info: Json | None, observed: Json) -> ServerView:
+def _server(entry: Json, info: Json | None, observed: Json) -> FleetServer:
     error = None
     if info is None:
         error = str(entry.get("last_error") or "the router has no answer of it")
     elif set(info) <= {"error", "url"}:
         error = str(info.get("error"))
     role = ROLES.get(str(entry.get("worker_type")), "unified")
-    return ServerView(
+    return FleetServer(
         url=str(entry["url"]), role=role, info={} if error else info or {}, error=error, entry=entry, observed=observed
     )
 

@@ -121,7 +121,7 @@ def main(argv: Sequence[str]) -> int:
     if not args.interval >= MIN_INTERVAL_S:
         text = f"--interval is {args.interval:g}, but must be at least {MIN_INTERVAL_S} seconds"
         raise ConfigError(text, field="interval")
-    view = View(sort=SORT_NAMES.index(args.sort), reverse=args.reverse)
+    view = TopView(sort=SORT_NAMES.index(args.sort), reverse=args.reverse)
     interactive = sys.stdin.isatty() and sys.stdout.isatty() and not args.once
     with client_of(args) as client:
         try:
@@ -148,7 +148,7 @@ def read(client: FleetClient) -> Json:
 
 
 @dataclasses.dataclass
-class View:
+class TopView:
     """What the user has chosen: `sort` is an index of `COLUMNS`. `press` changes it."""
 
     sort: int = 0
@@ -312,7 +312,7 @@ class Poller:
             self._stop.wait(self._interval_s)
 
 
-def run(client: FleetClient, view: View, interval_s: float) -> int:
+def run(client: FleetClient, view: TopView, interval_s: float) -> int:
     """Show views until the user quits; return 0. Raises RequestError if the first reading fails."""
     observed, problem = read(client), ""
     with raw_keys(), Poller(client, interval_s) as poller, Live(screen=True, auto_refresh=False) as live:

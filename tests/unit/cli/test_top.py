@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
-from pdserve.cli.top import COLUMNS, View, main, rows_of
+from pdserve.cli.top import COLUMNS, TopView, main, rows_of
 from tests.fleet_service import FleetService
 
 
@@ -22,7 +22,7 @@ def service() -> Iterator[FleetService]:
     made.close()
 
 
-def shown(view: View, service: FleetService) -> str:
+def shown(view: TopView, service: FleetService) -> str:
     console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(view.render(service.url, service._objects()["/observe"]))
     return console.export_text()
@@ -52,7 +52,7 @@ def test_trouble_is_shown(service: FleetService) -> None:
     service.workers[0] |= {"is_healthy": False, "last_error": "connection refused"}
     service.observed[service.prefill] = {"error": None, "server": None, "replicas": [], "rates": None}
     service.pairs[0]["serving"] = False
-    text = shown(View(), service)
+    text = shown(TopView(), service)
     assert "1 PAIRS DOWN" in text
     dead = next(line for line in text.splitlines() if line.startswith("prefill"))
     assert dead.split()[2:5] == ["dead", "-", "-"]
@@ -60,7 +60,7 @@ def test_trouble_is_shown(service: FleetService) -> None:
 
 
 def test_keys_sort_reverse_hide_and_quit(service: FleetService) -> None:
-    view = View()
+    view = TopView()
     for _ in range(3):
         assert view.press("s")
     assert COLUMNS[view.sort].heading == "run"
