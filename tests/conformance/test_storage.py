@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import signal
 import time
@@ -24,16 +23,6 @@ from tests.waiting import wait_until
 
 SIZE = 40_000
 BACKENDS = ("file", "memory", pytest.param("mooncake", marks=pytest.mark.slow))
-
-
-@pytest.fixture
-def master() -> Iterator[Master]:
-    """A master, killed at the end."""
-    if importlib.util.find_spec("mooncake") is None:
-        pytest.skip("mooncake is not installed")
-    made = Master()
-    yield made
-    made.kill()
 
 
 Reopen = Callable[[], Storage]
