@@ -88,6 +88,17 @@ def test_second_put_is_taken(store: Storage) -> None:
 
 
 @pytest.mark.parametrize("store", BACKENDS, indirect=True)
+def test_a_discarded_object_is_replaced(store: Storage) -> None:
+    """A put behind a discard has the new bytes; to discard a key without an object changes nothing."""
+    first, second = os.urandom(SIZE), os.urandom(SIZE)
+    assert store.put_from(["key"], [memoryview(first)]) == [True]
+    store.discard(["other", "key"])
+    assert store.exists(["key"]) == 0
+    assert store.put_from(["key"], [memoryview(second)]) == [True]
+    assert get(store, "key") == second
+
+
+@pytest.mark.parametrize("store", BACKENDS, indirect=True)
 def test_clear(store: Storage) -> None:
     """A cleared store has nothing, and takes objects again."""
     store.put_from(["a", "b"], [memoryview(bytes(SIZE))] * 2)

@@ -220,7 +220,7 @@ class StorageClient:
         job.num_found = min(len(keys), self._call(GET, lambda: self.storage.exists(keys)) or 0)
 
     def _get(self, job: Transfer, staging: _Staging) -> None:
-        """Read the pages of a job up to the first miss."""
+        """Read the pages of a job up to the first miss, whose object is discarded: else no put would replace it."""
         done = self._get_batches(job, staging)
         if not job.is_cancelled:
             self.breaker.read(found=done)
@@ -237,6 +237,7 @@ class StorageClient:
                 miss = check(stored, identity) if was_read else Miss.ABSENT
                 if miss is not None:
                     self.counts.misses[miss] += 1
+                    self._call(GET, functools.partial(self.storage.discard, [identity.key]))
                     if miss is not Miss.ABSENT:
                         log.warning("an object of the store %s is not used: %s", self.storage.name, miss)
                     return job.num_done > 0
