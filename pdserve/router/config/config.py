@@ -289,7 +289,7 @@ class RouterConfig:
 
     @property
     def roles(self) -> tuple[WorkerRole, ...]:
-        """Roles of which a request needs one worker each."""
+        """Roles: a request needs one worker of each."""
         return (WorkerRole.PREFILL, WorkerRole.DECODE) if self.pd else (WorkerRole.REGULAR,)
 
     def __post_init__(self) -> None:
