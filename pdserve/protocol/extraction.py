@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import msgspec
 
+from pdserve.protocol.cached_tokens import CachedTokensDetails
 from pdserve.protocol.failure import Failure
 
 
@@ -50,6 +51,7 @@ class ExtractReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     failure: Failure | None = None
     output_ids: list[int] = msgspec.field(default_factory=list)
     cached_tokens: int = 0
+    cached_details: CachedTokensDetails | None = None
     adapter: str = ""
     kv_tokens: int = 0
     kv_pages: tuple[int, ...] = ()

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from pdserve.protocol.cached_tokens import CachedTokensDetails
 from pdserve.protocol.engine_state import EngineState
 from pdserve.protocol.extraction import ExtractReply, ExtractRequest, KVPart
 from pdserve.protocol.failure import ABORTED_STATUS, Failure
@@ -371,17 +372,6 @@ class SpeculationStats(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.accepted_by_position)
 
 
-class CachedTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """Prompt tokens that a prefix cache had, by the place where they were: device, host memory, or the store.
-
-    The parts add up to `cached_tokens`. `storage` is None without a store.
-    """
-
-    device: int
-    host: int
-    storage: int | None = None
-
-
 class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens of one request; the last output carries `finish`.
 
@@ -397,7 +387,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     cached_details: CachedTokensDetails | None = None
-    """None without a host tier, and on decode where prefill had more cached tokens."""
+    """None: all of them were on the device, of a server without a host tier. On decode as `cached_tokens`."""
     timing: RequestTiming | None = None
     speculation: SpeculationStats | None = None
     """Of a request whose drafts were verified, with its last output; None: none were.

@@ -423,6 +423,8 @@ class SimNode(TieredNode):
                     half = self.halves[output.rid]
                     assert half.finish is None, f"{output.rid}: output after its end"
                     assert output.cached_tokens <= output.prompt_tokens, output
+                    if output.cached_details is not None:
+                        assert output.cached_details.num_tokens == output.cached_tokens, output
                     half.tokens += output.token_ids
                     half.picked += [line.picked for line in output.logprobs or ()]
                     if output.prompt_logprobs is not None:

@@ -151,6 +151,7 @@ class OpenAIBody(ConstraintFields):
     prompt_logprobs: int | None = None
     return_meta_info: bool | None = None
     return_prompt_token_ids: bool | None = None
+    return_cached_tokens_details: bool | None = None
     rid: Names = None
     priority: Priority | None = None
     data_parallel_rank: int | None = None

@@ -33,6 +33,7 @@ from pdserve.grammar.compile import JsonRules
 from pdserve.grammar.compile_jobs import Check, CompileResult, compile_one
 from pdserve.grammar.vocabulary import Vocabulary
 from pdserve.observe.metrics import ServerMetrics
+from pdserve.protocol.cached_tokens import CachedTokensDetails
 from pdserve.protocol.channel import MemoryApiChannel, memory_channel_pair
 from pdserve.protocol.engine_state import EngineState, PeerLoad, WaitsFor
 from pdserve.protocol.extraction import ExtractReply, ExtractRequest, KVPart
@@ -148,6 +149,7 @@ class ScriptedScheduler:
         self.busy = False
         self.num_flushes = 0
         self.cached: Callable[[GenerateRequest], int] = lambda request: 3
+        self.cached_details: Callable[[GenerateRequest], CachedTokensDetails | None] = lambda request: None
         self.tokens_per_output = 1
         self.peers: list[PeerLoad] = []
         self.probe_waits_for: WaitsFor = "peer"
@@ -369,6 +371,7 @@ class ScriptedScheduler:
             finish=finish,
             prompt_tokens=len(request.input_ids),
             cached_tokens=self.cached(request),
+            cached_details=self.cached_details(request),
             timing=timing,
             speculation=None if finish is None else self.speculation,
         )
