@@ -90,8 +90,8 @@ class SeriesByPriority:
         self._all = self._of({"priority": ""} if by_priority else {})
         self._series = {"": self._all}
 
-    def of(self, priority: int | None) -> RequestSeries:
-        """Return the samples that a request of this priority counts in. None: it has none."""
+    def of(self, priority: int) -> RequestSeries:
+        """Return the samples that a request of this priority counts in."""
         if self._priorities is None:
             return self._all
         label = self._priorities.label(priority)

@@ -235,6 +235,8 @@ class SendPrefix(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     `after`: leading tokens that the other server has from an earlier stage. The reply's payload is a `MigrationOffer`
     of a request with `max_new_tokens` 0. The pages stay here.
+
+    `count_only`: nothing is offered; the payload is the number of tokens that would be, as msgpack.
     """
 
     query_id: str
@@ -242,6 +244,7 @@ class SendPrefix(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     room: int
     after: int = 0
     prompt: GenerateRequest | None = None
+    count_only: bool = False
 
 
 class MigrationOffer(msgspec.Struct, frozen=True, kw_only=True):
@@ -416,7 +419,7 @@ class CommandReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     ok: bool
     message: str
     payload: bytes = b""
-    """Of `MigrateOut`: an encoded `MigrationOffer`. Empty for other commands."""
+    """Of `MigrateOut` and `SendPrefix`: see there. Empty for other commands."""
     failure: Failure | None = None
     """Of a refused migration: why."""
 

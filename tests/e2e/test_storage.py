@@ -99,7 +99,7 @@ def sources(url: str, prompts: list[list[int]]) -> list[tuple[list[int], int, di
 def test_decode_answers_where_prefill_found_cached_tokens(tiny_checkpoint: Tiny, tmp_path: Path) -> None:
     """Prefill's device holds two of six prompts, its host tier all of them, and the store all of them."""
     store = storage_flags("file", "wait_complete", directory=str(tmp_path))
-    prefill = (*TIER[4:6], "--hicache-ratio", "8", *store)
+    prefill = (TIER[4], "--hicache-ratio", "8", *store)
     shape, prompts = (*TIER[:4], "--max-total-tokens", "512"), prompts_of(11, 6)
     with running_pair(str(tiny_checkpoint("llama")), *shape, prefill_flags=prefill) as pair:
         first = sources(pair.url, prompts)

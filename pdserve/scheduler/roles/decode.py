@@ -385,7 +385,7 @@ class DecodeRole(MixedBatchRole):
         self._close(req)
         req.computed = req.planned = req.num_input_tokens
         req.num_cached = min(req.num_cached, req.num_prompt)
-        if record.cached_tokens > req.num_cached:
+        if record.cached_tokens > req.num_cached or (req.cached_details is None and not req.num_cached):
             req.num_cached, req.cached_details = record.cached_tokens, record.cached_details
             if record.cached_details is None and self._context.tier is not None:
                 req.cached_details = CachedTokensDetails(device=record.cached_tokens, host=0)

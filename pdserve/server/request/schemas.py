@@ -300,7 +300,10 @@ class MigrateBody(msgspec.Struct):
 
 
 class ReplicateBody(msgspec.Struct):
-    """`POST /replicate`. `to`: base URL of the other server. The other fields are those of a request."""
+    """`POST /replicate`. `to`: base URL of the other server; None: the answer only says how long the prefix is.
+
+    The other fields are those of a request.
+    """
 
     to: str | None = None
     text: str | None = None
