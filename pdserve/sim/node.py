@@ -423,8 +423,7 @@ class SimNode(TieredNode):
                     half = self.halves[output.rid]
                     assert half.finish is None, f"{output.rid}: output after its end"
                     assert output.cached_tokens <= output.prompt_tokens, output
-                    if output.cached_details is not None:
-                        assert output.cached_details.num_tokens == output.cached_tokens, output
+                    assert output.cached_details is None or output.cached_details.num_tokens == output.cached_tokens
                     half.tokens += output.token_ids
                     half.picked += [line.picked for line in output.logprobs or ()]
                     if output.prompt_logprobs is not None:
