@@ -241,10 +241,12 @@ class StreamStates:
         ends = update is not None and update.finish is not None
         for position, data in enumerate(events):
             tail = b"".join(events[position + 1 :]).decode() if ends else None
-            yield self._line(tail) + data
+            group = len(events) if position == 0 and not ends else 1
+            yield self._line(tail, group) + data
 
-    def _line(self, tail: str | None) -> bytes:
-        state = EventState(self._tokens, self._head, self._cached_tokens, self._lines if self._logprobs else None, tail)
+    def _line(self, tail: str | None, group: int) -> bytes:
+        lines = self._lines if self._logprobs else None
+        state = EventState(self._tokens, self._head, self._cached_tokens, lines, tail, group)
         line = state.line()
         self._tokens, self._lines, self._head = [], [], None
         return line
