@@ -10,8 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from pdserve.protocol.engine_state import EngineState
-from pdserve.protocol.extraction import ExtractReply, ExtractRequest, KVPart
+from pdserve.protocol.engine_state import EngineReady, EngineState, SchedulerHeartbeat
 from pdserve.protocol.failure import ABORTED_STATUS, Failure
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.sampling import CoreSamplingParams
@@ -99,6 +98,29 @@ class RedirectReceiver(msgspec.Struct, frozen=True, kw_only=True, tag="Divert"):
     input_ids: list[int]
     replica: int
     lora: str | None = None
+
+
+class ExtractRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Asks for the state of the live request `rid`, for a snapshot.
+
+    `with_kv`: also for the bytes of its KV, which `KVPart`s carry before the `ExtractReply`. `keep` False: the request
+    ends with the finish reason `suspended`.
+    """
+
+    query_id: str
+    rid: str
+    with_kv: bool = False
+    keep: bool = False
+
+
+class KVPart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The next bytes of the KV of layout group `group`, in order: of an extracted request `rid`, or of one that follows
+    as a `GenerateRequest`.
+    """
+
+    rid: str
+    group: int
+    data: bytes
 
 
 class FlushCache(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -419,6 +441,24 @@ class StateReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     state: EngineState
 
 
+class ExtractReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answers an `ExtractRequest`, behind all outputs of the request so far.
+
+    `failure`: why there is no snapshot; None: there is one. `kv_tokens`: tokens whose KV the `KVPart`s carry; 0: none.
+    `adapter`: digest of the LoRA adapter; empty without one.
+    """
+
+    query_id: str
+    rid: str
+    failure: Failure | None = None
+    output_ids: list[int] = msgspec.field(default_factory=list)
+    cached_tokens: int = 0
+    adapter: str = ""
+    kv_tokens: int = 0
+    kv_pages: tuple[int, ...] = ()
+    """Pages of each layout group."""
+
+
 class CommandReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Answers a `Command`."""
 
@@ -429,33 +469,6 @@ class CommandReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Of `MigrateOut`: an encoded `MigrationOffer`. Empty for other commands."""
     failure: Failure | None = None
     """Of a refused migration: why."""
-
-
-class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Sent when the scheduler can take requests, and again at the end of each `SwitchRole`.
-
-    `vocab_size`, `context_length` and `max_total_tokens` bound the requests it accepts.
-    """
-
-    model_type: str
-    architectures: list[str]
-    vocab_size: int
-    context_length: int
-    max_total_tokens: int
-    eos_token_ids: list[int]
-    facts: dict[str, str | int | float | bool | None]
-
-
-class SchedulerHeartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="Beat"):
-    """Heartbeat of one replica's scheduler process. Sent about once a second, also during a long step.
-
-    `turn_s`: seconds since the current loop iteration began; None while the loop sleeps.
-    `num_turns`: iterations that computed a step and have ended.
-    """
-
-    dp_rank: int
-    turn_s: float | None
-    num_turns: int
 
 
 ToApi = OutputBatch | StateReply | CommandReply | ExtractReply | KVPart | EngineReady | SchedulerHeartbeat

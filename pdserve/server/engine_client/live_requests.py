@@ -19,9 +19,15 @@ from pdserve.config.groups import ServerConfig
 from pdserve.config.resolve import MAX_RUNNING_REQUESTS
 from pdserve.errors import RequestError
 from pdserve.observe.metrics import RequestListener, RequestMetrics, RequestRecord
-from pdserve.protocol.extraction import KVPart
 from pdserve.protocol.logprobs import PromptLogprobs
-from pdserve.protocol.messages import FAKE_BOOTSTRAP_HOST, EngineCoreOutput, GenerateRequest, RoomAddress, TokenLogprob
+from pdserve.protocol.messages import (
+    FAKE_BOOTSTRAP_HOST,
+    EngineCoreOutput,
+    GenerateRequest,
+    KVPart,
+    RoomAddress,
+    TokenLogprob,
+)
 from pdserve.server.generation import Generation, GenerationUpdate, HeldUpdates
 from pdserve.server.http.middleware import HttpCall
 from pdserve.server.text.detokenizer import Detokenizer

@@ -16,7 +16,7 @@ import orjson
 
 from pdserve.errors import RequestError
 from pdserve.http.access import CHAT_PATH, COMPLETIONS_PATH, GENERATE_PATH
-from pdserve.protocol.messages import EngineReady
+from pdserve.protocol.engine_state import EngineReady
 from pdserve.protocol.sampling import BODY_DEFAULTS
 from pdserve.protocol.snapshot import KVIdentity, RequestSnapshot
 from pdserve.server.engine_client.live_requests import RequestState

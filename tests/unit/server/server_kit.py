@@ -34,8 +34,7 @@ from pdserve.grammar.compile_jobs import Check, CompileResult, compile_one
 from pdserve.grammar.vocabulary import Vocabulary
 from pdserve.observe.metrics import ServerMetrics
 from pdserve.protocol.channel import MemoryApiChannel, memory_channel_pair
-from pdserve.protocol.engine_state import EngineState, PeerLoad, WaitsFor
-from pdserve.protocol.extraction import ExtractReply, ExtractRequest, KVPart
+from pdserve.protocol.engine_state import EngineReady, EngineState, PeerLoad, WaitsFor
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.messages import (
@@ -47,10 +46,12 @@ from pdserve.protocol.messages import (
     DeclarePeerDead,
     EndMigration,
     EngineCoreOutput,
-    EngineReady,
+    ExtractReply,
+    ExtractRequest,
     FinishReason,
     FlushCache,
     GenerateRequest,
+    KVPart,
     LoadLora,
     MigrateOut,
     MigrationCommand,
