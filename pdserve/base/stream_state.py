@@ -53,7 +53,8 @@ class EventState(msgspec.Struct, omit_defaults=True):
     `token_ids`: tokens since the previous event; the event holds their text as far as it is complete.
     `head`: fields common to all events, in the first event only. `logprobs`: `[logprob, top, picked]` of each token, if
     events repeat those of earlier tokens. `tail`: in the last event with tokens, the rest of the stream except
-    its last event (`StreamForm.last`); None while more tokens follow. `group`: number of events that hold the text of
+    its last event (`StreamForm.last`); None while more tokens follow. `cached_details`: the fields of
+    `CachedTokensDetails`; None: all cached tokens were on the device. `group`: number of events that hold the text of
     these tokens, this one included; a router passes on all or none of them.
     """
 
@@ -62,6 +63,7 @@ class EventState(msgspec.Struct, omit_defaults=True):
     cached_tokens: int = 0
     logprobs: list[Any] | None = None
     tail: str | None = None
+    cached_details: dict[str, int | None] | None = None
     group: int = 1
 
     def line(self) -> bytes:

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from pdserve.protocol.cached_tokens import CachedTokensDetails
 from pdserve.protocol.engine_state import EngineReady, EngineState, SchedulerHeartbeat
 from pdserve.protocol.failure import ABORTED_STATUS, Failure
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
@@ -256,6 +257,8 @@ class SendPrefix(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     `after`: leading tokens that the other server has from an earlier stage. The reply's payload is a `MigrationOffer`
     of a request with `max_new_tokens` 0. The pages stay here.
+
+    `count_only`: nothing is offered; the payload is the number of tokens that would be, as msgpack.
     """
 
     query_id: str
@@ -263,6 +266,7 @@ class SendPrefix(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     room: int
     after: int = 0
     prompt: GenerateRequest | None = None
+    count_only: bool = False
 
 
 class MigrationOffer(msgspec.Struct, frozen=True, kw_only=True):
@@ -393,17 +397,6 @@ class SpeculationStats(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.accepted_by_position)
 
 
-class CachedTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """Prompt tokens that a prefix cache had, by the place where they were: device, host memory, or the store.
-
-    The parts add up to `cached_tokens`. `storage` is None without a store.
-    """
-
-    device: int
-    host: int
-    storage: int | None = None
-
-
 class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens of one request; the last output carries `finish`.
 
@@ -419,7 +412,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     cached_details: CachedTokensDetails | None = None
-    """None without a host tier, and on decode where prefill had more cached tokens."""
+    """None: all of them were on the device, of a server without a host tier. On decode as `cached_tokens`."""
     timing: RequestTiming | None = None
     speculation: SpeculationStats | None = None
     """Of a request whose drafts were verified, with its last output; None: none were.
@@ -453,6 +446,7 @@ class ExtractReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     failure: Failure | None = None
     output_ids: list[int] = msgspec.field(default_factory=list)
     cached_tokens: int = 0
+    cached_details: CachedTokensDetails | None = None
     adapter: str = ""
     kv_tokens: int = 0
     kv_pages: tuple[int, ...] = ()
@@ -466,7 +460,7 @@ class CommandReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     ok: bool
     message: str
     payload: bytes = b""
-    """Of `MigrateOut`: an encoded `MigrationOffer`. Empty for other commands."""
+    """Of `MigrateOut` and `SendPrefix`: see there. Empty for other commands."""
     failure: Failure | None = None
     """Of a refused migration: why."""
 

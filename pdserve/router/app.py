@@ -39,6 +39,8 @@ from pdserve.router.proxy.dispatch import Dispatcher
 from pdserve.router.proxy.generate import GenerateHandler, failure_response
 from pdserve.router.proxy.migration import PATH as MIGRATE_PATH
 from pdserve.router.proxy.migration import Migrator
+from pdserve.router.proxy.replication import PATH as REPLICATE_PATH
+from pdserve.router.proxy.replication import PrefixReplication
 from pdserve.router.proxy.watchdog import PairWatchdog
 from pdserve.router.workers.admission import OTHER_TOKENS, Admission
 from pdserve.router.workers.api import WorkersApi
@@ -101,6 +103,7 @@ class RouterApp:
             config, self.registry, self.health, session, self.admission.wake, self.admission.now
         )
         self._migrator = Migrator(config, self.registry, self.admission, session, self.metrics, self._drain, rng)
+        self._replication = PrefixReplication(config, self.registry, session, rng)
         self._observer = Observer(config, self.registry, self.admission, session)
         self._engine_metrics = EngineMetrics(config, self.registry, session, self.admission.now)
         self._openapi = OpenApi(self._fanout, FORWARDED, self.routes, with_keys=config.access.keys.some)
@@ -228,6 +231,7 @@ class RouterApp:
             *self._workers_api.routes(),
             web.post(ROLE_SWITCH_PATH, self._role_switch.post),
             web.post(MIGRATE_PATH, self._migrator.post),
+            web.post(REPLICATE_PATH, self._replication.post),
             web.get(OPENAPI_PATH, self._openapi.get),
             web.get(OBSERVE_PATH, self._observer.get),
             *self._page.routes(),

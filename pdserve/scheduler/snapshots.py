@@ -67,6 +67,7 @@ class RequestExtractor:
             rid=req.rid,
             output_ids=list(req.output_ids),
             cached_tokens=req.num_cached,
+            cached_details=req.cached_details,
             adapter=req.adapter_digest,
             kv_tokens=0 if groups is None else req.computed,
             kv_pages=kv_pages,

@@ -147,6 +147,7 @@ class RequestHalf:
         """Add the output of a step, and check that it may follow what came before."""
         assert self.finish is None, f"{output.rid}: output after its end"
         assert output.cached_tokens <= output.prompt_tokens, output
+        assert output.cached_details is None or output.cached_details.num_tokens == output.cached_tokens, output
         self.tokens += output.token_ids
         self.picked += [line.picked for line in output.logprobs or ()]
         if output.prompt_logprobs is not None:

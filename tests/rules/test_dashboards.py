@@ -66,7 +66,7 @@ def exported_by_server(mode: DisaggMode) -> str:
     )  # fmt: skip
     metrics.started(record)
     metrics.first_token(record)
-    metrics.prompt_done(record, 1, 0)
+    metrics.prompt_done(record, 1, 0, None)
     metrics.next_tokens(record, 0.1, 1)
     metrics.generated(record, 1)
     metrics.ended(record)

@@ -27,6 +27,7 @@ from pdserve.config.groups import LoadFailurePolicy
 from pdserve.errors import RequestError
 from pdserve.executor.interface import BatchPlan, SampledToken
 from pdserve.memory.slot_stamp import SlotStamp
+from pdserve.protocol.cached_tokens import CachedTokensDetails
 from pdserve.protocol.engine_state import WaitsFor
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import MigrationCommand, RequestTiming
@@ -358,8 +359,10 @@ class DecodeRole(MixedBatchRole):
         self._close(req)
         req.computed = req.planned = req.num_input_tokens
         req.num_cached = min(req.num_cached, req.num_prompt)
-        if record.cached_tokens > req.num_cached:
-            req.num_cached, req.cached_details = record.cached_tokens, None
+        if record.cached_tokens > req.num_cached or (req.cached_details is None and not req.num_cached):
+            req.num_cached, req.cached_details = record.cached_tokens, record.cached_details
+            if record.cached_details is None and self._context.tier is not None:
+                req.cached_details = CachedTokensDetails(device=record.cached_tokens, host=0)
         self._context.cache(req)
         token = SampledToken(record.first_token, record.logprob, record.top, self._take_logprobs(req))
         finish = self._context.append(req, token)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import functools
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -16,6 +17,7 @@ from fastapi.responses import Response
 from pdserve.base.stream_state import DONE
 from pdserve.errors import RequestError
 from pdserve.observe.speculation import request_fields
+from pdserve.protocol.cached_tokens import CachedTokensDetails
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.protocol.messages import FinishReason
 from pdserve.server.context import ServerContext
@@ -141,6 +143,7 @@ class GenerationCall(abc.ABC):
 
     async def _events(self, request: Request, generation: Generation) -> AsyncGenerator[bytes, None]:
         seen = self._seen_elsewhere(generation)
+        earlier = None if self._resume is None or not self._resume.token_ids else self._resume.update("")
         states = StreamStates(request, self._head, num_sequences=len(self.states))
         self.states[0].has_resume_state = states.wanted
         async with generation:
@@ -152,8 +155,8 @@ class GenerationCall(abc.ABC):
                     seen[update.index] = GenerationUpdate(update.index)
                     for data in states.with_state(None, self.opening_events(update, seen)):
                         yield data
-                if self._resume is not None and self._resume.token_ids:
-                    update.cached_tokens = self._resume.cached_tokens
+                if earlier is not None:
+                    update.take_cached(earlier)
                 _count(seen[update.index], update)
                 for data in states.with_state(update, list(self.events(update, seen))):
                     yield data
@@ -243,7 +246,7 @@ class OpenAICall(GenerationCall):
             {"index": i, **self.choice(u), **self.finish_fields(u.index, u.finish), **self._prompt_token_ids(u.index)}
             for i, u in enumerate(self.chosen(updates))
         ]
-        extra = {"pdserve": timing_fields(updates)} if self.body.return_meta_info else {}
+        extra = self._extra(updates) | self._sglext(updates)
         if self.prompt_logprobs_of_body:
             extra |= self.prompt_logprobs(0)
         metadata = {"weight_version": self.context.config.model.weight_version}
@@ -286,6 +289,9 @@ class OpenAICall(GenerationCall):
         if chunk_fields is None or not ends_here:
             chunk_fields = self.delta(GenerationUpdate(update.index))
         yield self._chunk(update.index, chunk_fields, {**self._running(seen), **extra}, update.finish)
+        sglext = self._sglext(done) if last else {}
+        if sglext:
+            yield event({**self._head, "object": self.chunk_name, "choices": [], **sglext})
         if last and self._wants_usage:
             body = {**self._head, "object": self.chunk_name, "choices": [], "usage": self._usage(done)}
             yield event({**body, **self._extra(done)})
@@ -311,6 +317,15 @@ class OpenAICall(GenerationCall):
     def _extra(self, updates: list[GenerationUpdate]) -> dict[str, Any]:
         return {"pdserve": timing_fields(updates)} if self.body.return_meta_info else {}
 
+    def _sglext(self, updates: Sequence[GenerationUpdate]) -> dict[str, Any]:
+        """Build SGLang's `sglext` with the sources of the cached tokens of all prompts, if the body requests it."""
+        if not self.body.return_cached_tokens_details:
+            return {}
+        parts = [update.cached_by_source for update in updates if update.index % self.n == 0]
+        total = functools.reduce(CachedTokensDetails.plus, parts)
+        backend = self.context.config.storage.hicache_storage_backend
+        return {"sglext": {"cached_tokens_details": total.shown(backend)}}
+
     @property
     def _wants_usage(self) -> bool:
         options = self.body.stream_options
@@ -320,7 +335,7 @@ class OpenAICall(GenerationCall):
 def _count(total: GenerationUpdate, update: GenerationUpdate) -> None:
     """Add to `total` the fields of `update` that `usage` needs, without its text."""
     total.token_ids += update.token_ids
-    total.cached_tokens = update.cached_tokens
+    total.take_cached(update)
     total.finish = update.finish
     total.timing = update.timing
     total.speculation = update.speculation
