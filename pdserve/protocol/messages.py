@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from pdserve.protocol.cached_tokens import CachedTokensDetails
 from pdserve.protocol.engine_state import EngineReady, EngineState, SchedulerHeartbeat
 from pdserve.protocol.failure import ABORTED_STATUS, Failure
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
@@ -72,6 +73,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """True: a decode server computes the prompt itself, as of a restored request. `room` is None then."""
     lora_digest: str = ""
     """Digest that the adapter `lora` must have, as of a restored request. Empty: any."""
+    taken_over: bool = False
+    """True: another decode server has the request, whose KV it does not send, until its first output here. `local`."""
     kv_tokens: int = 0
     """First tokens of `given_ids` whose KV came before, in `KVPart`s."""
 
@@ -233,7 +236,8 @@ class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class MigrateOut(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Stops the running request `rid` and offers its KV in `room`. The reply's payload is a `MigrationOffer`.
 
-    The request stays stopped until `EndMigration`, a failure of the transfer, or a timeout.
+    A retracted request is offered without KV: the other server computes it again. The request stays stopped until
+    `EndMigration`, a failure of the transfer, or a timeout.
     """
 
     query_id: str
@@ -256,6 +260,8 @@ class SendPrefix(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     `after`: leading tokens that the other server has from an earlier stage. The reply's payload is a `MigrationOffer`
     of a request with `max_new_tokens` 0. The pages stay here.
+
+    `count_only`: nothing is offered; the payload is the number of tokens that would be, as msgpack.
     """
 
     query_id: str
@@ -263,13 +269,14 @@ class SendPrefix(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     room: int
     after: int = 0
     prompt: GenerateRequest | None = None
+    count_only: bool = False
 
 
 class MigrationOffer(msgspec.Struct, frozen=True, kw_only=True):
     """A stopped request as a value: what another decode server needs to go on with it, but the KV.
 
     `request.prior_output_ids` are the output tokens whose KV is sent, all but the last one. `request.room` names the
-    sender.
+    sender. Of a retracted request they are all output tokens, and `room` is None.
     """
 
     request: GenerateRequest
@@ -393,17 +400,6 @@ class SpeculationStats(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.accepted_by_position)
 
 
-class CachedTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """Prompt tokens that a prefix cache had, by the place where they were: device, host memory, or the store.
-
-    The parts add up to `cached_tokens`. `storage` is None without a store.
-    """
-
-    device: int
-    host: int
-    storage: int | None = None
-
-
 class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens of one request; the last output carries `finish`.
 
@@ -419,7 +415,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     cached_details: CachedTokensDetails | None = None
-    """None without a host tier, and on decode where prefill had more cached tokens."""
+    """None: all of them were on the device, of a server without a host tier. On decode as `cached_tokens`."""
     timing: RequestTiming | None = None
     speculation: SpeculationStats | None = None
     """Of a request whose drafts were verified, with its last output; None: none were.
@@ -453,6 +449,7 @@ class ExtractReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     failure: Failure | None = None
     output_ids: list[int] = msgspec.field(default_factory=list)
     cached_tokens: int = 0
+    cached_details: CachedTokensDetails | None = None
     adapter: str = ""
     kv_tokens: int = 0
     kv_pages: tuple[int, ...] = ()
@@ -466,7 +463,7 @@ class CommandReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     ok: bool
     message: str
     payload: bytes = b""
-    """Of `MigrateOut`: an encoded `MigrationOffer`. Empty for other commands."""
+    """Of `MigrateOut` and `SendPrefix`: see there. Empty for other commands."""
     failure: Failure | None = None
     """Of a refused migration: why."""
 

@@ -16,7 +16,7 @@ import orjson
 from aiohttp import web
 
 import pdserve
-from pdserve.http.access import GENERATING, BodyBudget
+from pdserve.http.access import COUNT_TOKENS_PATH, GENERATING, BodyBudget
 from pdserve.observe.interval_stats import RouterStats, log_router_stats
 from pdserve.observe.tracing import open_tracing
 from pdserve.router.config.config import RouterConfig
@@ -39,6 +39,8 @@ from pdserve.router.proxy.dispatch import Dispatcher
 from pdserve.router.proxy.generate import GenerateHandler, failure_response
 from pdserve.router.proxy.migration import PATH as MIGRATE_PATH
 from pdserve.router.proxy.migration import Migrator
+from pdserve.router.proxy.replication import PATH as REPLICATE_PATH
+from pdserve.router.proxy.replication import PrefixReplication
 from pdserve.router.proxy.watchdog import PairWatchdog
 from pdserve.router.workers.admission import OTHER_TOKENS, Admission
 from pdserve.router.workers.api import WorkersApi
@@ -58,7 +60,7 @@ ASKED = (
 )
 ASKED_WITH_BODY = (
     *("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"),
-    *("/parse_function_call", "/separate_reasoning"),
+    *("/parse_function_call", "/separate_reasoning", COUNT_TOKENS_PATH),
 )
 COMMANDS = (
     *("/flush_cache", "/pause_generation", "/continue_generation", "/start_profile", "/stop_profile"),
@@ -101,6 +103,7 @@ class RouterApp:
             config, self.registry, self.health, session, self.admission.wake, self.admission.now
         )
         self._migrator = Migrator(config, self.registry, self.admission, session, self.metrics, self._drain, rng)
+        self._replication = PrefixReplication(config, self.registry, session, rng)
         self._observer = Observer(config, self.registry, self.admission, session)
         self._engine_metrics = EngineMetrics(config, self.registry, session, self.admission.now)
         self._openapi = OpenApi(self._fanout, FORWARDED, self.routes, with_keys=config.access.keys.some)
@@ -228,6 +231,7 @@ class RouterApp:
             *self._workers_api.routes(),
             web.post(ROLE_SWITCH_PATH, self._role_switch.post),
             web.post(MIGRATE_PATH, self._migrator.post),
+            web.post(REPLICATE_PATH, self._replication.post),
             web.get(OPENAPI_PATH, self._openapi.get),
             web.get(OBSERVE_PATH, self._observer.get),
             *self._page.routes(),

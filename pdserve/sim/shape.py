@@ -9,6 +9,7 @@ import msgspec
 from pdserve.config.groups import EvictionPolicy, LoadFailurePolicy
 from pdserve.config.schedule_group import SchedulePolicy
 from pdserve.config.tier_group import PrefetchPolicy
+from pdserve.protocol.cached_tokens import CachedTokensDetails
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.messages import EngineCoreOutput, FinishReason, GenerateRequest, RoomAddress, SpeculationStats
 from pdserve.protocol.sampling import CoreSamplingParams
@@ -142,18 +143,20 @@ class RequestHalf:
     prompt_parts: list[PromptLogprobs] = dataclasses.field(default_factory=list)
     speculation: SpeculationStats | None = None
     cached_tokens: int = 0
+    cached_details: CachedTokensDetails | None = None
 
     def add(self, output: EngineCoreOutput) -> None:
         """Add the output of a step, and check that it may follow what came before."""
         assert self.finish is None, f"{output.rid}: output after its end"
         assert output.cached_tokens <= output.prompt_tokens, output
+        assert output.cached_details is None or output.cached_details.num_tokens == output.cached_tokens, output
         self.tokens += output.token_ids
         self.picked += [line.picked for line in output.logprobs or ()]
         if output.prompt_logprobs is not None:
             assert not self.tokens, f"{output.rid}: of the prompt after its first token"
             self.prompt_parts.append(output.prompt_logprobs)
         self.finish, self.speculation = output.finish, output.speculation
-        self.cached_tokens = output.cached_tokens
+        self.cached_tokens, self.cached_details = output.cached_tokens, output.cached_details
 
 
 def request(rid: str, prompt: Prompt, room: RoomAddress | None) -> GenerateRequest:

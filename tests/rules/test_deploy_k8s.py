@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -13,10 +14,14 @@ from pdserve.config.groups import ServerConfig
 from pdserve.errors import ConfigError
 from pdserve.http.credentials import ADMIN_API_KEY, API_KEY
 from pdserve.router.config.config import RouterConfig, WorkerRole
+from pdserve.router.config.discovery import matches
 from pdserve.server.sglang_api import health
 from tests.rules.deploy_kit import (
+    DISCOVERING,
     K8S,
+    ON_RDMA,
     OVERLAYS,
+    WORKER_INDEX,
     Pod,
     drain_s,
     environment,
@@ -50,10 +55,18 @@ def router_of(overlay: str) -> RouterConfig:
     return config
 
 
+@functools.cache
+def kubernetes_validate() -> Any:
+    """The package `kubernetes_validate`, made to read each of its schema files of several megabytes once."""
+    module = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    module.utils.schema_contents = functools.cache(module.utils.schema_contents)
+    return module
+
+
 def check_schema(document: dict[str, Any]) -> None:
     """Raise unless a document is what its kind's schema says; of custom resources the pod templates too."""
     jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
-    validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    validate = kubernetes_validate()
     kind = document["kind"]
     if kind not in CUSTOM:
         for version in (OLDEST_KUBERNETES, validate.latest_version()):
@@ -98,12 +111,14 @@ def test_every_document_is_valid_by_its_schema(overlay: str) -> None:
         ("LeaderWorkerSet", ("spec", "leaderWorkerTemplate", "workerTemplate", "spec", "containerz"), []),
         ("PodMonitor", ("spec", "podMetricsEndpoints"), [{"port": "http", "interval": "15 seconds"}]),
         ("Deployment", ("spec", "replica"), 2),
+        ("ScaledObject", ("spec", "maxReplicas"), 2),
+        ("ScaledObject", ("spec", "triggers", 0, "metadata", "threshold"), "four"),
     ],
 )
-def test_the_schemas_find_mistakes(kind: str, path: tuple[str, ...], value: object) -> None:
-    document = copy.deepcopy(of_kind(rendered("gpu"), kind)[0])
+def test_the_schemas_find_mistakes(kind: str, path: tuple[str | int, ...], value: object) -> None:
+    document = copy.deepcopy(of_kind(rendered("autoscaled"), kind)[0])
     check_schema(document)
-    place = document
+    place: Any = document
     for key in path[:-1]:
         place = place[key]
     place[path[-1]] = value
@@ -128,7 +143,7 @@ def test_a_flag_that_does_not_exist_would_be_found() -> None:
         parse_command([*pod_command(pod, rendered("laptop")), "--num-nodes=1"])
 
 
-@pytest.mark.parametrize("overlay", ALL)
+@pytest.mark.parametrize("overlay", sorted(set(ALL) - set(DISCOVERING)))
 def test_the_router_knows_exactly_the_servers_that_are_made(overlay: str) -> None:
     expected = set()
     for pod in pods(rendered(overlay)):
@@ -141,6 +156,47 @@ def test_the_router_knows_exactly_the_servers_that_are_made(overlay: str) -> Non
             url = f"http://{name}-{replica}.{name}:{config.serving.port}"
             expected.add((WorkerRole.PREFILL if prefill else WorkerRole.DECODE, url, port))
     assert {(spec.role, spec.url, spec.bootstrap_port) for spec in router_of(overlay).workers} == expected
+
+
+@pytest.mark.parametrize("overlay", DISCOVERING)
+def test_a_router_that_discovers_servers_selects_the_first_pod_of_each_group_by_its_role(overlay: str) -> None:
+    router = router_of(overlay)
+    assert router.discovery is not None and router.workers == ()
+    for pod in pods(rendered(overlay)):
+        in_group = pod.owner["kind"] == "LeaderWorkerSet"
+        for index in ("0", "1") if in_group and WORKER_INDEX in str(router.discovery) else (str(pod.index),):
+            labels = pod.labels | ({WORKER_INDEX: index} if in_group else {})
+            selectors = {"prefill": router.discovery.prefill_selector, "decode": router.discovery.decode_selector}
+            found = [role for role, selector in selectors.items() if matches(selector, labels)]
+            assert found == ([labels["app.kubernetes.io/component"]] if pod.is_server and index == "0" else []), labels
+        if pod.is_server:
+            assert server_of(pod, overlay).serving.port == router.discovery.port
+            assert router.discovery.namespace == pod.owner["metadata"]["namespace"]
+
+
+@pytest.mark.parametrize("overlay", DISCOVERING)
+def test_the_routers_service_account_may_watch_pods_of_its_namespace_and_nothing_else(overlay: str) -> None:
+    (role,), (binding,), (account,) = (of_kind(rendered(overlay), k) for k in ("Role", "RoleBinding", "ServiceAccount"))
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}]
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    (subject,) = binding["subjects"]
+    assert subject["name"] == account["metadata"]["name"] and account["automountServiceAccountToken"] is False
+    for pod in pods(rendered(overlay)):
+        assert pod.spec.get("serviceAccountName") == (None if pod.is_server else account["metadata"]["name"])
+
+
+def test_keda_scales_each_role_and_a_new_apply_keeps_its_number() -> None:
+    documents = rendered("autoscaled")
+    servers = {one["metadata"]["name"]: one["spec"] for one in of_kind(documents, "LeaderWorkerSet")}
+    scaled = {one["spec"]["scaleTargetRef"]["name"]: one["spec"] for one in of_kind(documents, "ScaledObject")}
+    assert scaled.keys() == servers.keys()
+    assert all("replicas" not in spec for spec in servers.values())
+    for name, spec in scaled.items():
+        assert spec["minReplicaCount"] >= 1, "a pair needs one of each"
+        role = name.removeprefix("pdserve-")
+        for trigger in spec["triggers"]:
+            assert f'engine_type="{role}"' in trigger["metadata"]["query"]
+            assert 'namespace="pdserve"' in trigger["metadata"]["query"]
 
 
 @pytest.mark.parametrize("overlay", ALL)
@@ -219,10 +275,11 @@ def test_containers_are_closed(overlay: str) -> None:
         assert security["readOnlyRootFilesystem"] is True
         assert security["allowPrivilegeEscalation"] is False
         assert security["capabilities"]["drop"] == ["ALL"]
-        pinned = overlay == "rdma" and pod.is_server
+        pinned = overlay in ON_RDMA and pod.is_server
         assert security["capabilities"].get("add", []) == (["IPC_LOCK"] if pinned else [])
         assert pinned or pod.spec["securityContext"]["runAsNonRoot"] is True
-        assert pod.spec["automountServiceAccountToken"] is False
+        watches = overlay in DISCOVERING and not pod.is_server
+        assert pod.spec["automountServiceAccountToken"] is watches
         assert not pod.spec.get("hostNetwork", False), "network policies do not reach the host's network"
 
 

@@ -27,6 +27,7 @@ from pdserve.config.groups import LoadFailurePolicy
 from pdserve.errors import RequestError
 from pdserve.executor.interface import BatchPlan, SampledToken
 from pdserve.memory.slot_stamp import SlotStamp
+from pdserve.protocol.cached_tokens import CachedTokensDetails
 from pdserve.protocol.engine_state import WaitsFor
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import MigrationCommand, RequestTiming
@@ -91,7 +92,7 @@ class DecodeRole(MixedBatchRole):
         """Requests in prealloc that have a session."""
         self._transfer: dict[str, Req] = {}
         self._waiting: dict[str, Req] = {}
-        self._migrations = OutgoingMigrations(context, kv, kv_checksum, self._batch_planner.running, self._leave)
+        self._migrations = OutgoingMigrations(context, kv, kv_checksum, self._batch_planner, self._leave)
 
     def admit(self, req: Req) -> None:
         """See `SchedulerRole.admit`."""
@@ -100,6 +101,10 @@ class DecodeRole(MixedBatchRole):
             raise RequestError("a decode server needs bootstrap_room", field="bootstrap_room")
         validate_fits(self._context, req.max_len)
         if room is None:  # it is queued as a request whose KV transfer was lost
+            if req.spec.taken_over:
+                if len(self._retracted) or not self._batch_planner.prefilling.may_start(req):
+                    raise NO_ROOM.error()
+                self._context.counters["migrations_in"] += 1
             req.times.lost = req.times.arrived
             self.live[req.rid] = self._lost[req.rid] = req
             self._retracted.add(req, resumed=True)
@@ -358,8 +363,10 @@ class DecodeRole(MixedBatchRole):
         self._close(req)
         req.computed = req.planned = req.num_input_tokens
         req.num_cached = min(req.num_cached, req.num_prompt)
-        if record.cached_tokens > req.num_cached:
-            req.num_cached, req.cached_details = record.cached_tokens, None
+        if record.cached_tokens > req.num_cached or (req.cached_details is None and not req.num_cached):
+            req.num_cached, req.cached_details = record.cached_tokens, record.cached_details
+            if record.cached_details is None and self._context.tier is not None:
+                req.cached_details = CachedTokensDetails(device=record.cached_tokens, host=0)
         self._context.cache(req)
         token = SampledToken(record.first_token, record.logprob, record.top, self._take_logprobs(req))
         finish = self._context.append(req, token)

@@ -386,7 +386,7 @@ class RequestStatsRecorder:
         record.ttft_s = now - record.arrived_s
         record.cached_tokens = output.cached_tokens
         self._metrics.first_token(record)
-        self._metrics.prompt_done(record, output.prompt_tokens, output.cached_tokens)
+        self._metrics.prompt_done(record, output.prompt_tokens, output.cached_tokens, output.cached_details)
 
     def ended(self, record: RequestRecord, outcome: str) -> None:
         """Record the end of a sequence; the last call for it. `outcome` is its finish reason."""

@@ -33,6 +33,7 @@ from pdserve.server.engine_client.migration import IncomingRequest
 from pdserve.server.http.json_http import convert, event, json_response, read_json_object, stream_response
 from pdserve.server.migration_client import FAILED, NO_CACHE, MigrateStreamBody, MigrationClient, TakeInBody, base_url
 from pdserve.server.request.intake import check_token_ids
+from pdserve.server.request.restored import identity_of
 from pdserve.server.request.schemas import MigrateBody, ReplicateBody
 from pdserve.server.sglang_api.commands import COMMAND_TIMEOUT_S
 
@@ -78,10 +79,13 @@ class Migrations:
         return json_response({"success": True, "rid": body.rid, "to": str(url), **await asyncio.shield(task)})
 
     async def replicate(self, request: Request) -> Response:
-        """`POST /replicate`: send the cached prefix of a prompt to another server, whose prefix cache then has it."""
+        """`POST /replicate`: send the cached prefix of a prompt to another server, whose prefix cache then has it.
+
+        Without `to` it answers with the length of the prefix in tokens.
+        """
         context = self._context
         body = convert(await read_json_object(request, context.max_body_bytes), ReplicateBody)
-        url = base_url(body.to)
+        url = None if body.to is None else base_url(body.to)
         if context.config.parallel.dp_size > 1 or context.mode != "decode":
             message = "only decode servers with one replica send prefixes"
             raise RequestError(message, field="dp_size", status=409, code="not_migratable")
@@ -96,6 +100,8 @@ class Migrations:
         prompt = GenerateRequest(
             rid=rid, input_ids=tokens, sampling=sampling, lora=body.lora_path, cache_salt=body.cache_salt or ""
         )
+        if url is None:
+            return json_response({"success": True, "to": None, "num_tokens": await self._count_prefix(rid, prompt)})
         num_tokens = await self._send_prefix(rid, url, 0, prompt)
         if num_tokens is None:
             message = f"{field}: this server has no cached pages of it, or the other one has no prefix cache"
@@ -110,7 +116,9 @@ class Migrations:
         if context.mode != "decode":
             message = f"this is a {context.mode} server; requests move between decode servers"
             raise RequestError(message, field="disaggregation_mode", status=409, code="not_migratable")
-        if spec.room is None or spec.room.sender is None:
+        if spec.taken_over:
+            self._check_recomputed(spec, body)
+        elif spec.room is None or spec.room.sender is None:
             raise RequestError("request.room.sender is missing", field="request.room.sender")
         if not 0 < body.timeout_s <= MAX_TAKE_IN_S:
             raise RequestError(f"timeout_s must be in (0, {MAX_TAKE_IN_S:g}]", field="timeout_s")
@@ -123,6 +131,20 @@ class Migrations:
             raise context.no_such_model(spec.lora, field="lora_path")
         await context.client.take_in(spec, body.timeout_s)
         return json_response({"success": True, "rid": spec.rid})
+
+    def _check_recomputed(self, spec: GenerateRequest, body: TakeInBody) -> None:
+        """Check a request that comes without its KV: no handshake compares the servers.
+
+        Raises:
+            RequestError: 409 naming the field in which the servers differ; 400 for a request that is none.
+        """
+        if spec.room is not None or not spec.local:
+            raise RequestError("request.taken_over is for a local request without a room", field="request.taken_over")
+        ours = identity_of(self._context.client.require_ready())
+        for field, theirs, own in (("weights", body.weights, ours.weights), ("dtype", body.dtype, ours.dtype)):
+            if theirs != own:
+                message = f"{field}: this server has {own}, the other one has {theirs}"
+                raise RequestError(message, field=field, status=409, code="not_migratable")
 
     async def migrate_stream(self, request: Request) -> Response:
         """`POST /migrate_stream`: the output of a request that `/migrate_in` took, as events."""
@@ -144,7 +166,7 @@ class Migrations:
         new_rid = f"m{room:x}"
         committed = False
         try:
-            await self._client.take_in(url, msgspec.structs.replace(offer.request, rid=new_rid))
+            await self._take_in(url, msgspec.structs.replace(offer.request, rid=new_rid))
             reply = await client.command(lambda i: EndMigration(query_id=i, rid=rid, commit=True), COMMAND_TIMEOUT_S)
             committed = reply.ok
             if not committed:
@@ -178,6 +200,13 @@ class Migrations:
             after = num_tokens
         return MAX_STAGES
 
+    async def _count_prefix(self, rid: str, prompt: GenerateRequest) -> int:
+        """Return the tokens of a prompt that the prefix cache has; 0 where prefixes of the model do not move."""
+        reply = await self._context.client.command(
+            lambda i: SendPrefix(query_id=i, rid=rid, room=0, prompt=prompt, count_only=True), COMMAND_TIMEOUT_S
+        )
+        return msgspec.msgpack.decode(reply.payload, type=int) if reply.ok else 0
+
     async def _send_prefix(self, rid: str, url: URL, after: int, prompt: GenerateRequest | None = None) -> int | None:
         """Send a prefix to the server at `url`; returns its tokens, None when there is nothing to send, or no cache.
 
@@ -192,13 +221,17 @@ class Migrations:
             return None
         request = msgspec.msgpack.decode(reply.payload, type=MigrationOffer).request
         try:
-            await self._client.take_in(url, msgspec.structs.replace(request, rid=f"p{room:x}"))
+            await self._take_in(url, msgspec.structs.replace(request, rid=f"p{room:x}"))
         except RequestError as error:
             await self._go_on(rid)
             if error.code == NO_CACHE:
                 return None
             raise
         return len(request.input_ids)
+
+    async def _take_in(self, url: URL, request: GenerateRequest) -> None:
+        ours = identity_of(self._context.client.require_ready())
+        await self._client.take_in(url, TakeInBody(request, weights=ours.weights, dtype=ours.dtype))
 
     async def _stop(self, rid: str, room: int) -> bytes:
         """Stop the request; returns the encoded offer. Raises RequestError when it goes on."""
