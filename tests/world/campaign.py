@@ -28,7 +28,7 @@ from pdserve.sim.network import Faults
 from pdserve.sim.node import monolith_tokens
 from pdserve.sim.router import ClientAnswer
 from pdserve.sim.shape import Prompt, Shape
-from tests.world.storage import faults_of, with_store
+from tests.world.storage import faults_of, stored_by_other_weights, with_store
 from tests.world.tiers import POLICIES
 from tests.world.workload import MAX_NEW, MAX_PROMPT, optimistic, with_drafts, with_groups, with_salts, with_states
 
@@ -151,6 +151,7 @@ def with_migrations(seed: int, it: Setting) -> Setting:
     """The same seed with at least two decode servers, longer outputs, and requests that move between the servers.
 
     In half of the seeds with full attention only, outputs are long enough for stages, which need a prefix cache.
+    In half of all seeds a server has room for requests of others; else it refuses more of them.
     """
     rng = random.Random(f"migrations {seed}")
     rate, shape, num_new = rng.choice((0.1, 0.3, 0.8)), it.shape, MAX_NEW
@@ -162,8 +163,27 @@ def with_migrations(seed: int, it: Setting) -> Setting:
         [dataclasses.replace(one, max_new_tokens=num_new) for one in each] for each in (it.prompts, it.late)
     )
     layout = dataclasses.replace(it.layout, decodes=max(2, it.layout.decodes))
-    faults = dataclasses.replace(it.faults, migrate=rate)
+    draw = random.Random(f"drains {seed}")
+    if draw.random() < 0.5:
+        shape = _roomy(shape, MAX_PROMPT + num_new)
+    faults = dataclasses.replace(
+        it.faults,
+        migrate=rate,
+        drain_migrate=draw.choice((0.0, 0.1, 0.5)),
+        stage_death=draw.uniform(0.02, 0.1) if {"kills", "deaths"}.intersection(it.kinds) else 0.0,
+    )
     return dataclasses.replace(it, shape=shape, layout=layout, faults=faults, prompts=prompts, late=late)
+
+
+def _roomy(shape: Shape, longest: int) -> Shape:
+    """The same server with memory for two requests of up to `longest` tokens, and aux slots for more."""
+    return dataclasses.replace(
+        shape,
+        num_pages=max(shape.num_pages, 2 * pages_for(longest, shape.page_tokens)),
+        num_aux=max(6, shape.num_aux),
+        num_window_pages=2 * shape.num_window_pages,
+        num_slots=2 * shape.num_slots,
+    )
 
 
 def with_tiers(seed: int, it: Setting) -> Setting:
@@ -205,6 +225,8 @@ def play(
     base = base_model(seed, model)
     expected = monolith_tokens(it.shape, [*it.prompts, *it.late])
     cluster = Cluster(seed, it.shape, it.faults, it.layout)
+    if tiers and seed % 3 == 0:
+        cluster.net.objects.update(stored_by_other_weights(seed, it.shape, it.prompts))
     answers = cluster.run(it.prompts, MEETS, it.late)
     takes_turns = base != "full" and it.shape.num_slots < 3  # behind a server that stopped, a turn may come too late
     local = LOCAL if it.faults.max_stop_s > 90.0 or takes_turns else LOCAL | {"stops"}
