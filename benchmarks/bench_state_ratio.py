@@ -36,7 +36,8 @@ from pdserve.memory.layout import KVLayout
 from pdserve.model.config import kv_layout, spec_from_config
 from pdserve.protocol.messages import EngineCoreOutput, GenerateRequest, OutputBatch, ToApi
 from pdserve.protocol.sampling import CoreSamplingParams
-from pdserve.scheduler.context import Outbox, SchedulerContext, StepLimits
+from pdserve.scheduler.context import SchedulerContext, StepLimits
+from pdserve.scheduler.outbox import Outbox
 from pdserve.scheduler.request import WaitingQueue
 from pdserve.scheduler.roles.monolith import MonolithRole
 from pdserve.scheduler.scheduler import Event, Scheduler

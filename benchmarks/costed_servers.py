@@ -24,7 +24,8 @@ from pdserve.protocol.engine_state import WaitsFor
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import FinishReason, GenerateRequest, MigrationCommand, RoomAddress, ToApi
 from pdserve.protocol.sampling import CoreSamplingParams
-from pdserve.scheduler.context import Outbox, SchedulerContext, StepLimits
+from pdserve.scheduler.context import SchedulerContext, StepLimits
+from pdserve.scheduler.outbox import Outbox
 from pdserve.scheduler.request import Req, WaitingQueue
 from pdserve.scheduler.roles.base import STOP_STRING, Queued, SchedulerRole
 from pdserve.scheduler.roles.decode import DecodeRole

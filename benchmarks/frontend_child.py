@@ -22,14 +22,12 @@ from pdserve.config.cli import parse_server_args
 from pdserve.config.resolve import resolve
 from pdserve.launch_checks import LocalModel
 from pdserve.protocol.channel import ChannelAddress, ZmqApiChannel, ZmqSchedulerChannel
-from pdserve.protocol.engine_state import EngineState
+from pdserve.protocol.engine_state import EngineReady, EngineState, SchedulerHeartbeat
 from pdserve.protocol.messages import (
     EngineCoreOutput,
-    EngineReady,
     FinishReason,
     GenerateRequest,
     OutputBatch,
-    SchedulerHeartbeat,
     Shutdown,
     StateQuery,
     StateReply,

@@ -36,7 +36,8 @@ class EventState(msgspec.Struct, omit_defaults=True):
     `token_ids`: tokens since the previous event; the event holds their text as far as it is complete.
     `head`: fields common to all events, in the first event only. `logprobs`: `[logprob, top, picked]` of each token, if
     events repeat those of earlier tokens. `tail`: in the last event with tokens, the rest of the stream except
-    `[DONE]`; None while more tokens follow.
+    `[DONE]`; None while more tokens follow. `cached_details`: the fields of `CachedTokensDetails`; None: all cached
+    tokens were on the device.
     """
 
     token_ids: list[int] = msgspec.field(default_factory=list)
@@ -44,6 +45,7 @@ class EventState(msgspec.Struct, omit_defaults=True):
     cached_tokens: int = 0
     logprobs: list[Any] | None = None
     tail: str | None = None
+    cached_details: dict[str, int | None] | None = None
 
     def line(self) -> bytes:
         """Encode the state as a comment line, with its line break."""

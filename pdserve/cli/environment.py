@@ -21,6 +21,7 @@ from pathlib import Path
 from pdserve import __version__
 from pdserve.base import native
 from pdserve.base.cpu_affinity import granted_cores, show_cores
+from pdserve.base.host_facts import rdma_devices
 from pdserve.base.host_memory import available_bytes
 from pdserve.cli.help_pages import CommandParser
 from pdserve.config.resolve import NVIDIA_DRIVER, WSL_DRIVER
@@ -51,7 +52,6 @@ PREFIXES = (
 )  # fmt: skip
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASS|PROOF|CREDENTIAL|AUTH", re.IGNORECASE)
 PLAIN = re.compile(r"[\w.,:+-]{1,32}")
-INFINIBAND = Path("/sys/class/infiniband")
 COMMAND_TIMEOUT_S = 10
 
 
@@ -102,7 +102,7 @@ def collect() -> Report:
             "total": _attempt(lambda: _gib(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))),
             "/dev/shm free": _attempt(lambda: _gib(shutil.disk_usage("/dev/shm").free)),
         },
-        "devices": {"GPU": _attempt(_gpus), "RDMA": _attempt(_rdma)},
+        "devices": {"GPU": _attempt(_gpus), "RDMA": ", ".join(rdma_devices()) or "none"},
         "transfer engines": _engines(),
         "packages": {name: _version(name) for name in PACKAGES},
         "environment": _variables(os.environ),
@@ -161,11 +161,6 @@ def _driver_version() -> str:
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return (answer.stdout.splitlines() or ["unknown"])[0].strip()
-
-
-def _rdma() -> str:
-    names = sorted(entry.name for entry in INFINIBAND.iterdir()) if INFINIBAND.is_dir() else []
-    return ", ".join(names) or "none"
 
 
 def _engines() -> dict[str, str]:

@@ -21,6 +21,9 @@ COMMANDS = {
     "serve": ("MODEL [flags]", "one server: both halves of a request, or one with --disaggregation-mode"),
     "router": ("[flags]", "the router before servers that run already"),
     "chat": ("[flags] [MESSAGE]", "talk to a running service in the terminal"),
+    "top": ("[URL]", "servers, queues, KV memory and rates of a deployment, live in the terminal"),
+    "doctor": ("[URL] [--json]", "what is wrong with a deployment, where, and how to correct it"),
+    "support-bundle": ("[URL] -o FILE", "a .tar.gz with state and metrics of a deployment, without keys, for reports"),
     "env": ("[--json]", "versions, CPU, devices and transfer engines of this machine: for reports of problems"),
     "completion": ("SHELL", "print the completion script for bash, zsh or fish"),
 }
@@ -45,6 +48,11 @@ Serve a model on several machines
 Use a running service
 {{chat}}
 
+Look after a service
+{{top}}
+{{doctor}}
+{{support-bundle}}
+
 Set up and report
 {{env}}
 {{completion}}
@@ -68,7 +76,7 @@ def overview() -> str:
     """Return the help of `pdserve` itself."""
     lines = {}
     for name, (arguments, about) in COMMANDS.items():
-        lines[name] = f"  {name + ' ' + arguments:<26}{about}"
+        lines[name] = f"  {name + ' ' + arguments:<30}{about}"
     return OVERVIEW.format(**lines).rstrip()
 
 

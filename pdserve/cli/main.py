@@ -3,7 +3,7 @@
     serve MODEL [flags]     launch_server --model-path MODEL [flags]
     pair MODEL [flags]      launch_local --model-path MODEL [flags]
     router [flags]          launch_router [flags]
-    chat, env, completion   modules of this package
+    chat, top, doctor, support-bundle, env, completion      modules of this package
 
 `--help` of a command prints its help page; `--help=all` prints every flag.
 """
@@ -142,6 +142,24 @@ def _env(words: list[str]) -> int:
     return environment(words)
 
 
+def _top(words: list[str]) -> int:
+    from pdserve.cli.top import main as top
+
+    return top(words)
+
+
+def _doctor(words: list[str]) -> int:
+    from pdserve.cli.doctor import main as doctor
+
+    return doctor(words)
+
+
+def _support_bundle(words: list[str]) -> int:
+    from pdserve.cli.support_bundle import main as support_bundle
+
+    return support_bundle(words)
+
+
 def _completion(words: list[str]) -> int:
     from pdserve.cli.completion import SHELLS, script
 
@@ -157,6 +175,9 @@ RUN: dict[str, Callable[[list[str]], int]] = {
     "serve": _serve,
     "router": _router,
     "chat": _chat,
+    "top": _top,
+    "doctor": _doctor,
+    "support-bundle": _support_bundle,
     "env": _env,
     "completion": _completion,
 }
@@ -165,6 +186,9 @@ PARSERS = {
     "serve": ("pdserve.config.cli", "build_parser"),
     "router": ("pdserve.router.config.flags", "make_parser"),
     "chat": ("pdserve.cli.chat", "make_parser"),
+    "top": ("pdserve.cli.top", "make_parser"),
+    "doctor": ("pdserve.cli.doctor", "make_parser"),
+    "support-bundle": ("pdserve.cli.support_bundle", "make_parser"),
     "env": ("pdserve.cli.environment", "make_parser"),
     "completion": ("pdserve.cli.completion", "make_parser"),
 }

@@ -23,11 +23,11 @@ from pdserve.memory.layout import PageSpace
 from pdserve.memory.prefault import MOST_BYTES_AHEAD, TOKENS_AHEAD, Prefault
 from pdserve.protocol.messages import ToApi
 from pdserve.ranks.pre_step import IdleBatches
-from pdserve.scheduler.context import Outbox, SchedulerContext, StepLimits
+from pdserve.scheduler.context import SchedulerContext, StepLimits
 from pdserve.scheduler.draft_length import AMX_COST, CPU_COST, CUDA_COST
 from pdserve.scheduler.kv_checksum import KVChecksum, WriteLine
-from pdserve.scheduler.load_report import LoadReporter
 from pdserve.scheduler.loop_times import Heartbeat
+from pdserve.scheduler.outbox import Outbox
 from pdserve.scheduler.request import PriorityRules, WaitingQueue
 from pdserve.scheduler.role_switcher import OpenedRole, RoleSwitcher
 from pdserve.scheduler.roles.base import SchedulerRole
@@ -37,6 +37,7 @@ from pdserve.scheduler.roles.optimistic import OptimisticLimits
 from pdserve.scheduler.roles.prefill import PrefillRole
 from pdserve.scheduler.scheduler import InputSource, Scheduler
 from pdserve.scheduler.speculation import NgramDrafter, Speculation
+from pdserve.scheduler.state_report import LoadReporter
 from pdserve.scheduler.step_log import DecodeStepLog
 from pdserve.transfer.manager import KVManager
 

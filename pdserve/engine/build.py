@@ -25,13 +25,14 @@ from pdserve.errors import ProtocolError
 from pdserve.executor.memory_sizing import free_bytes
 from pdserve.memory.layout import GroupKind
 from pdserve.protocol.channel import SchedulerChannel
-from pdserve.protocol.messages import EngineReady, SchedulerHeartbeat, Shutdown
+from pdserve.protocol.engine_state import EngineReady, SchedulerHeartbeat
+from pdserve.protocol.messages import Shutdown
 from pdserve.ranks.pre_step import IdleBatches, SharedDpSync
 from pdserve.scheduler.input_source import GrammarGate, LeaderInputSource
-from pdserve.scheduler.load_report import LoadReporter
 from pdserve.scheduler.loop_times import Heartbeat
 from pdserve.scheduler.role_switcher import RoleSwitcher
 from pdserve.scheduler.scheduler import Event, InputSource, Scheduler
+from pdserve.scheduler.state_report import LoadReporter
 
 log = logging.getLogger(__name__)
 

@@ -34,8 +34,8 @@ from pdserve.ranks.rank0_link import Rank0Link, Stopped
 from pdserve.ranks.rank_copies import RankCopyEnds
 from pdserve.ranks.rank_executor import RankExecutor
 from pdserve.ranks.rendezvous import facts_of, open_stores, own_host, rank_names
-from pdserve.scheduler.context import REQUEST_LOGGER
 from pdserve.scheduler.input_source import FollowerInputSource
+from pdserve.scheduler.outbox import REQUEST_LOGGER
 from pdserve.scheduler.role_switcher import RoleSwitcher
 from pdserve.scheduler.scheduler import Scheduler
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from pdserve.errors import PdserveError, RequestError
+from pdserve.protocol.cached_tokens import CachedTokensDetails
 from pdserve.protocol.messages import FinishReason, GenerateRequest, SpeculationStats
 from pdserve.server.generation import GenerationUpdate
 from pdserve.server.openai.logprob_format import Pair, PromptToken, prompt_tokens
@@ -81,6 +82,7 @@ class RequestOutput:
     """The output sequences of one prompt. `prompt` is None if the prompt was given as token ids.
 
     `prompt_logprobs` has an entry per prompt token, None for the first one. The field is None unless requested.
+    `num_cached_tokens`: prompt tokens found in a prefix cache. `cached_tokens_details`: where they were.
     """
 
     request_id: str
@@ -89,6 +91,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
+    cached_tokens_details: CachedTokensDetails = CachedTokensDetails(device=0, host=0)
     finished: bool = True
 
 
@@ -125,6 +128,7 @@ class OutputMaker:
             outputs=[self._answer(i, request, update, top) for i, (request, update) in enumerate(pairs)],
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=updates[0].cached_tokens,
+            cached_tokens_details=updates[0].cached_by_source,
         )
 
     def _answer(

@@ -17,16 +17,16 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.registry import Collector
 
 from pdserve.base.clock import TokenRate
-from pdserve.observe.engine_metrics import EngineCollector, PriorityLabels
+from pdserve.observe.engine_metrics import EngineCollector
 from pdserve.observe.http_calls import HttpMetrics, RoutingKeyCollector
 from pdserve.observe.interval_stats import IntervalStats
+from pdserve.observe.request_series import SECONDS, SeriesByPriority
 from pdserve.observe.speculation import RecentAcceptance
+from pdserve.protocol.cached_tokens import CachedTokensDetails
 from pdserve.protocol.engine_state import EngineState
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import GenerateRequest, RequestTiming, SpeculationStats
 
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
-_TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _MILLIS = (0.1, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 10000, 60000)
 _GB_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 200, 400)
 _MB = (0.1, 0.5, 1, 5, 10, 50, 100, 250, 500, 1000, 2500, 5000, 10000)
@@ -46,8 +46,13 @@ class RequestMetrics(Protocol):
         """A sequence has its first token, or the end of its prompt if it requests no token. `ttft_s` is set."""
         ...
 
-    def prompt_done(self, record: RequestRecord, prompt_tokens: int, cached_tokens: int) -> None:
-        """A sequence's prompt is in the KV cache; `cached_tokens` of it came from the prefix cache."""
+    def prompt_done(
+        self, record: RequestRecord, prompt_tokens: int, cached_tokens: int, details: CachedTokensDetails | None
+    ) -> None:
+        """A sequence's prompt is in the KV cache; `cached_tokens` of it came from the prefix cache.
+
+        `details`: where these tokens were; None: on the device.
+        """
         ...
 
     def next_tokens(self, record: RequestRecord, gap_s: float, num_tokens: int) -> None:
@@ -80,65 +85,6 @@ class HitRate:
         return sum(cached for _, cached in self._newest) / prompt_tokens if prompt_tokens else 0.0
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RequestSeries:
-    """The samples of requests of one priority, or of all requests."""
-
-    requests: Counter
-    prompt_tokens: Counter
-    cached_tokens: Counter
-    generation_tokens: Counter
-    ttft: Histogram
-    itl: Histogram
-    e2e: Histogram
-    prompts: Histogram
-    outputs: Histogram
-
-
-class SeriesByPriority:
-    """The metrics that SGLang labels with `priority` where `--enable-priority-scheduling` is set."""
-
-    def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str], *, by_priority: bool) -> None:
-        self._labels = labels
-        names = (*labels, "priority") if by_priority else tuple(labels)
-
-        def counter(name: str, text: str, *more: str) -> Counter:
-            return Counter(name, text, (*names, *more), registry=registry)
-
-        def histogram(name: str, text: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
-            return Histogram(name, text, names, registry=registry, buckets=tuple(buckets))
-
-        self._families = {
-            "requests": counter("sglang:num_requests_total", "sequences taken"),
-            "prompt_tokens": counter("sglang:prompt_tokens_total", "tokens of prompts that were read"),
-            "generation_tokens": counter("sglang:generation_tokens_total", "tokens generated"),
-            "ttft": histogram("sglang:time_to_first_token_seconds", "from arrival to the first token"),
-            "itl": histogram("sglang:inter_token_latency_seconds", "between tokens"),
-            "e2e": histogram("sglang:e2e_request_latency_seconds", "from arrival to the end"),
-            "prompts": histogram("sglang:prompt_tokens_histogram", "prompt tokens of a sequence", _TOKENS),
-            "outputs": histogram("sglang:generation_tokens_histogram", "output tokens of a sequence", _TOKENS),
-        }
-        text = "prompt tokens whose KV came from the prefix cache"
-        self._cached = counter("sglang:cached_tokens_total", text, "cache_source")
-        self._priorities = PriorityLabels("") if by_priority else None
-        self._all = self._of({"priority": ""} if by_priority else {})
-        self._series = {"": self._all}
-
-    def of(self, record: RequestRecord) -> RequestSeries:
-        """Return the samples that a request counts in."""
-        if self._priorities is None:
-            return self._all
-        priority = self._priorities.label(record.request.priority)
-        if priority not in self._series:
-            self._series[priority] = self._of({"priority": priority})
-        return self._series[priority]
-
-    def _of(self, priority: Mapping[str, str]) -> RequestSeries:
-        labels = {**self._labels, **priority}
-        children: dict[str, Any] = {name: family.labels(**labels) for name, family in self._families.items()}
-        return RequestSeries(**children, cached_tokens=self._cached.labels(**labels, cache_source="device"))
-
-
 class ServerMetrics:
     """All metrics of a server, in a separate registry. Implements `RequestMetrics`. Event loop only."""
 
@@ -149,18 +95,21 @@ class ServerMetrics:
         own_counters: Callable[[], Mapping[str, float]] = dict,
         *,
         by_priority: bool = False,
+        storage_backend: str | None = None,
     ) -> None:
         """`engine_type`: `unified`, `prefill` or `decode`. It and `model_name` are labels of every sample.
 
         `own_counters` returns totals of the API process, shown beside the scheduler's. With `by_priority` the metrics
-        of `RequestSeries` have a label `priority`.
+        of `RequestSeries` have a label `priority`. `storage_backend`: see `CachedTokensCounters`.
         """
         self._registry = CollectorRegistry(auto_describe=False)
         self._labels = {"model_name": model_name, "engine_type": engine_type}
-        self._series = SeriesByPriority(self._registry, self._labels, by_priority=by_priority)
+        self._series = SeriesByPriority(
+            self._registry, self._labels, by_priority=by_priority, storage_backend=storage_backend
+        )
         self._aborted = self._counter("sglang:num_aborted_requests_total", "sequences that ended as aborted")
         self._parts = self._family("pdserve:ttft_part_seconds", "named parts of the time to the first token; their sum "
-                                   "is that time", _SECONDS, ("part",))  # fmt: skip
+                                   "is that time", SECONDS, ("part",))  # fmt: skip
         self._queue = self._histogram("sglang:queue_time_seconds", "from entering the queue to the first chunk")
         self._kv_latency = self._histogram(
             "sglang:kv_transfer_latency_ms", "from computed prompt to last byte", _MILLIS
@@ -220,7 +169,7 @@ class ServerMetrics:
 
     def started(self, record: RequestRecord) -> None:
         """See `RequestMetrics`."""
-        self._series.of(record).requests.inc()
+        self._series.of(record.request.priority).requests.inc()
         self._live.inc()
         self.interval.started()
         if record.routing_key is not None:
@@ -229,29 +178,31 @@ class ServerMetrics:
     def first_token(self, record: RequestRecord) -> None:
         """See `RequestMetrics`."""
         assert record.ttft_s is not None
-        self._series.of(record).ttft.observe(record.ttft_s)
+        self._series.of(record.request.priority).ttft.observe(record.ttft_s)
         self.interval.first_token(record.ttft_s)
         for name, seconds in record.parts.items():
             self._parts.labels(**self._labels, part=name).observe(seconds)
 
-    def prompt_done(self, record: RequestRecord, prompt_tokens: int, cached_tokens: int) -> None:
+    def prompt_done(
+        self, record: RequestRecord, prompt_tokens: int, cached_tokens: int, details: CachedTokensDetails | None = None
+    ) -> None:
         """See `RequestMetrics`."""
-        series = self._series.of(record)
+        series = self._series.of(record.request.priority)
         series.prompt_tokens.inc(prompt_tokens)
-        series.cached_tokens.inc(cached_tokens)
+        series.cached_tokens.add(details or CachedTokensDetails(device=cached_tokens, host=0))
         self._hit_rate.add(prompt_tokens, cached_tokens)
         self.interval.prompt_done(prompt_tokens, cached_tokens)
 
     def next_tokens(self, record: RequestRecord, gap_s: float, num_tokens: int) -> None:
         """See `RequestMetrics`."""
-        itl = self._series.of(record).itl
+        itl = self._series.of(record.request.priority).itl
         for _ in range(num_tokens):
             itl.observe(gap_s)
         self.interval.next_tokens(gap_s, num_tokens)
 
     def generated(self, record: RequestRecord, num_tokens: int) -> None:
         """See `RequestMetrics`."""
-        self._series.of(record).generation_tokens.inc(num_tokens)
+        self._series.of(record.request.priority).generation_tokens.inc(num_tokens)
         self._rate.add(num_tokens)
         self.interval.generated(num_tokens)
 
@@ -264,7 +215,7 @@ class ServerMetrics:
         if record.outcome == "abort":
             self._aborted.inc()
             return
-        series = self._series.of(record)
+        series = self._series.of(record.request.priority)
         series.e2e.observe(record.e2e_s)
         series.prompts.observe(record.prompt_tokens)
         series.outputs.observe(record.completion_tokens)
@@ -301,7 +252,7 @@ class ServerMetrics:
     def _family(self, name: str, text: str, buckets: Sequence[float], labels: tuple[str, ...] = ()) -> Histogram:
         return Histogram(name, text, (*self._labels, *labels), registry=self._registry, buckets=tuple(buckets))
 
-    def _histogram(self, name: str, text: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
+    def _histogram(self, name: str, text: str, buckets: Sequence[float] = SECONDS) -> Histogram:
         return self._family(name, text, buckets).labels(**self._labels)
 
 

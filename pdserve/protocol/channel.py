@@ -29,7 +29,8 @@ import zmq
 from pdserve.base.run_folders import make_run_folder
 from pdserve.errors import EngineDeadError
 from pdserve.protocol.codec import Codec
-from pdserve.protocol.messages import SchedulerHeartbeat, ToApi, ToScheduler
+from pdserve.protocol.engine_state import SchedulerHeartbeat
+from pdserve.protocol.messages import ToApi, ToScheduler
 
 MAX_IPC_PATH = 100
 """Bytes. Linux limits Unix socket paths to 107 bytes; this leaves a margin."""

@@ -1,6 +1,6 @@
-"""The snapshot of a scheduler behind `/get_server_info`, `/get_load` and `/metrics`. Sent in a `StateReply`.
+"""What a scheduler reports about itself: that it is ready, that it is alive, and its state.
 
-Durations are seconds.
+The state is behind `/get_server_info`, `/get_load` and `/metrics`; a `StateReply` carries it. Durations are seconds.
 """
 
 from __future__ import annotations
@@ -75,3 +75,30 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     """By rid, the resource that each live probe waits for; see `SchedulerRole.waits_for`."""
     replicas: list[EngineState] = msgspec.field(default_factory=list)
     """States of the data-parallel ranks, which this state adds up; empty for one replica."""
+
+
+class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Sent when the scheduler can take requests, and again at the end of each `SwitchRole`.
+
+    `vocab_size`, `context_length` and `max_total_tokens` bound the requests it accepts.
+    """
+
+    model_type: str
+    architectures: list[str]
+    vocab_size: int
+    context_length: int
+    max_total_tokens: int
+    eos_token_ids: list[int]
+    facts: dict[str, str | int | float | bool | None]
+
+
+class SchedulerHeartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="Beat"):
+    """Heartbeat of one replica's scheduler process. Sent about once a second, also during a long step.
+
+    `turn_s`: seconds since the current loop iteration began; None while the loop sleeps.
+    `num_turns`: iterations that computed a step and have ended.
+    """
+
+    dp_rank: int
+    turn_s: float | None
+    num_turns: int

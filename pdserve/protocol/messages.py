@@ -10,8 +10,8 @@ from typing import Literal
 
 import msgspec
 
-from pdserve.protocol.engine_state import EngineState
-from pdserve.protocol.extraction import ExtractReply, ExtractRequest, KVPart
+from pdserve.protocol.cached_tokens import CachedTokensDetails
+from pdserve.protocol.engine_state import EngineReady, EngineState, SchedulerHeartbeat
 from pdserve.protocol.failure import ABORTED_STATUS, Failure
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.sampling import CoreSamplingParams
@@ -99,6 +99,29 @@ class RedirectReceiver(msgspec.Struct, frozen=True, kw_only=True, tag="Divert"):
     input_ids: list[int]
     replica: int
     lora: str | None = None
+
+
+class ExtractRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Asks for the state of the live request `rid`, for a snapshot.
+
+    `with_kv`: also for the bytes of its KV, which `KVPart`s carry before the `ExtractReply`. `keep` False: the request
+    ends with the finish reason `suspended`.
+    """
+
+    query_id: str
+    rid: str
+    with_kv: bool = False
+    keep: bool = False
+
+
+class KVPart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The next bytes of the KV of layout group `group`, in order: of an extracted request `rid`, or of one that follows
+    as a `GenerateRequest`.
+    """
+
+    rid: str
+    group: int
+    data: bytes
 
 
 class FlushCache(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -234,6 +257,8 @@ class SendPrefix(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     `after`: leading tokens that the other server has from an earlier stage. The reply's payload is a `MigrationOffer`
     of a request with `max_new_tokens` 0. The pages stay here.
+
+    `count_only`: nothing is offered; the payload is the number of tokens that would be, as msgpack.
     """
 
     query_id: str
@@ -241,6 +266,7 @@ class SendPrefix(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     room: int
     after: int = 0
     prompt: GenerateRequest | None = None
+    count_only: bool = False
 
 
 class MigrationOffer(msgspec.Struct, frozen=True, kw_only=True):
@@ -371,17 +397,6 @@ class SpeculationStats(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.accepted_by_position)
 
 
-class CachedTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """Prompt tokens that a prefix cache had, by the place where they were: device, host memory, or the store.
-
-    The parts add up to `cached_tokens`. `storage` is None without a store.
-    """
-
-    device: int
-    host: int
-    storage: int | None = None
-
-
 class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens of one request; the last output carries `finish`.
 
@@ -397,7 +412,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     cached_details: CachedTokensDetails | None = None
-    """None without a host tier, and on decode where prefill had more cached tokens."""
+    """None: all of them were on the device, of a server without a host tier. On decode as `cached_tokens`."""
     timing: RequestTiming | None = None
     speculation: SpeculationStats | None = None
     """Of a request whose drafts were verified, with its last output; None: none were.
@@ -419,6 +434,25 @@ class StateReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     state: EngineState
 
 
+class ExtractReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answers an `ExtractRequest`, behind all outputs of the request so far.
+
+    `failure`: why there is no snapshot; None: there is one. `kv_tokens`: tokens whose KV the `KVPart`s carry; 0: none.
+    `adapter`: digest of the LoRA adapter; empty without one.
+    """
+
+    query_id: str
+    rid: str
+    failure: Failure | None = None
+    output_ids: list[int] = msgspec.field(default_factory=list)
+    cached_tokens: int = 0
+    cached_details: CachedTokensDetails | None = None
+    adapter: str = ""
+    kv_tokens: int = 0
+    kv_pages: tuple[int, ...] = ()
+    """Pages of each layout group."""
+
+
 class CommandReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Answers a `Command`."""
 
@@ -426,36 +460,9 @@ class CommandReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     ok: bool
     message: str
     payload: bytes = b""
-    """Of `MigrateOut`: an encoded `MigrationOffer`. Empty for other commands."""
+    """Of `MigrateOut` and `SendPrefix`: see there. Empty for other commands."""
     failure: Failure | None = None
     """Of a refused migration: why."""
-
-
-class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Sent when the scheduler can take requests, and again at the end of each `SwitchRole`.
-
-    `vocab_size`, `context_length` and `max_total_tokens` bound the requests it accepts.
-    """
-
-    model_type: str
-    architectures: list[str]
-    vocab_size: int
-    context_length: int
-    max_total_tokens: int
-    eos_token_ids: list[int]
-    facts: dict[str, str | int | float | bool | None]
-
-
-class SchedulerHeartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="Beat"):
-    """Heartbeat of one replica's scheduler process. Sent about once a second, also during a long step.
-
-    `turn_s`: seconds since the current loop iteration began; None while the loop sleeps.
-    `num_turns`: iterations that computed a step and have ended.
-    """
-
-    dp_rank: int
-    turn_s: float | None
-    num_turns: int
 
 
 ToApi = OutputBatch | StateReply | CommandReply | ExtractReply | KVPart | EngineReady | SchedulerHeartbeat

@@ -19,19 +19,19 @@ import msgspec
 
 from pdserve.errors import EngineDeadError, ProtocolError
 from pdserve.protocol.channel import ApiChannel
-from pdserve.protocol.engine_state import EngineState
-from pdserve.protocol.extraction import ExtractReply, ExtractRequest, KVPart
+from pdserve.protocol.engine_state import EngineReady, EngineState, SchedulerHeartbeat
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import (
     AbortRequest,
     CommandReply,
     EndMigration,
-    EngineReady,
+    ExtractReply,
+    ExtractRequest,
     GenerateRequest,
+    KVPart,
     MigrateOut,
     OutputBatch,
     RedirectReceiver,
-    SchedulerHeartbeat,
     SendPrefix,
     StateReply,
     ToApi,

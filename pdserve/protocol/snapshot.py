@@ -19,6 +19,7 @@ from typing import Annotated
 import msgspec
 
 from pdserve.errors import ProtocolError, RequestError
+from pdserve.protocol.cached_tokens import CachedTokensDetails
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.messages import TokenLogprob
 from pdserve.protocol.sampling import CoreSamplingParams
@@ -100,6 +101,7 @@ class RequestSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     `rid`: the client's id of the request. `model`: name of the model, for people. `sampling` has the request's seed,
     also where the client gave none. `output_logprobs`: one entry for each output token if the request wants them.
     `prompt_logprobs`: parts that the client's answer needs. `cached_tokens`: prompt tokens found in a prefix cache.
+    `cached_details`: where they were; None: on the device, or an older server made the snapshot.
     `created_s`: Unix time in seconds. `origin` None: the request did not come by an HTTP call of one sequence.
     `kv` None: the snapshot has no KV; the restoring server finds it in its caches or computes it.
     """
@@ -117,6 +119,7 @@ class RequestSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: Name = ""
     priority: Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
     cached_tokens: Count = 0
+    cached_details: CachedTokensDetails | None = None
     created_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     origin: SnapshotOrigin | None = None
     kv: SnapshotKV | None = None

@@ -7,6 +7,7 @@ halves of a request when its client disconnects.
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections.abc import AsyncIterator
 
@@ -22,6 +23,8 @@ from pdserve.router.config.config import RouterConfig
 from pdserve.router.dashboard.observe import PATH as OBSERVE_PATH
 from pdserve.router.dashboard.observe import Observer
 from pdserve.router.dashboard.page_files import PageFiles
+from pdserve.router.discovery.kube_api import KubeAccess, KubeApi
+from pdserve.router.discovery.pods import PodDiscovery, PodWorkers
 from pdserve.router.http import (
     BODY,
     RETRY_AFTER,
@@ -36,6 +39,8 @@ from pdserve.router.proxy.dispatch import Dispatcher
 from pdserve.router.proxy.generate import GenerateHandler, failure_response
 from pdserve.router.proxy.migration import PATH as MIGRATE_PATH
 from pdserve.router.proxy.migration import Migrator
+from pdserve.router.proxy.replication import PATH as REPLICATE_PATH
+from pdserve.router.proxy.replication import PrefixReplication
 from pdserve.router.proxy.watchdog import PairWatchdog
 from pdserve.router.workers.admission import OTHER_TOKENS, Admission
 from pdserve.router.workers.api import WorkersApi
@@ -69,7 +74,9 @@ TICK_S = 1.0
 class RouterApp:
     """The components of one router, and handlers that use several of them. Created inside a running event loop."""
 
-    def __init__(self, config: RouterConfig, session: aiohttp.ClientSession, bodies: BodyBudget) -> None:
+    def __init__(
+        self, config: RouterConfig, session: aiohttp.ClientSession, bodies: BodyBudget, kube: KubeAccess | None
+    ) -> None:
         rng = random.SystemRandom()
         self.bodies = bodies
         self._config = config
@@ -79,6 +86,10 @@ class RouterApp:
         with_loads = any(policy.uses_load for policy in self.admission.policies.values())
         self.health = HealthMonitor(config, self.registry, session, self.admission.wake, with_loads=with_loads)
         self._drain = Drain()
+        self._discovery: PodDiscovery | None = None
+        if config.discovery is not None and kube is not None:
+            found = PodWorkers(config.discovery, self.registry, self.admission.wake)
+            self._discovery = PodDiscovery(config.discovery, KubeApi(kube), found, self.metrics, rng)
         dispatcher = Dispatcher(
             config, self.registry, self.admission, self.health, session, self.metrics, rng, self._drain
         )
@@ -92,6 +103,7 @@ class RouterApp:
             config, self.registry, self.health, session, self.admission.wake, self.admission.now
         )
         self._migrator = Migrator(config, self.registry, self.admission, session, self.metrics, self._drain, rng)
+        self._replication = PrefixReplication(config, self.registry, session, rng)
         self._observer = Observer(config, self.registry, self.admission, session)
         self._engine_metrics = EngineMetrics(config, self.registry, session, self.admission.now)
         self._openapi = OpenApi(self._fanout, FORWARDED, self.routes, with_keys=config.access.keys.some)
@@ -116,12 +128,16 @@ class RouterApp:
             stats = log_router_stats(self._stats, self._gauges, self._config.log_stats_interval_s)
             self._background.append(asyncio.create_task(stats))
         self.watchdog.start()
+        if self._discovery is not None:
+            self._discovery.start()
 
     async def close(self) -> None:
         """Stop all background tasks."""
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
+        if self._discovery is not None:
+            await self._discovery.close()
         await self._migrator.close()
         await self.watchdog.close()
         await self._observer.close()
@@ -215,6 +231,7 @@ class RouterApp:
             *self._workers_api.routes(),
             web.post(ROLE_SWITCH_PATH, self._role_switch.post),
             web.post(MIGRATE_PATH, self._migrator.post),
+            web.post(REPLICATE_PATH, self._replication.post),
             web.get(OPENAPI_PATH, self._openapi.get),
             web.get(OBSERVE_PATH, self._observer.get),
             *self._page.routes(),
@@ -239,12 +256,17 @@ ROUTER = web.AppKey("router", RouterApp)
 
 
 def make_app(config: RouterConfig) -> web.Application:
-    """Build the aiohttp application; health checks run from its start-up to its clean-up."""
+    """Build the aiohttp application; health checks run from its start-up to its clean-up.
+
+    Raises:
+        ConfigError: a certificate is not usable, or service discovery finds no Kubernetes API.
+    """
+    kube = None if config.discovery is None else KubeAccess.of(config.discovery, os.environ)
     app = web.Application(client_max_size=config.max_request_bytes)
     access = Access(config.access, config.max_request_bytes, logs_access=config.access_log)
     access.install(app)
     session = make_session(config)
-    router = RouterApp(config, session, access.bodies)
+    router = RouterApp(config, session, access.bodies, kube)
     app.add_routes(router.routes())
     app[ROUTER] = router
 

@@ -18,6 +18,8 @@ from pdserve.http.openapi import json_content, openapi_document, openapi_operati
 from pdserve.router.http import json_response
 from pdserve.router.proxy.migration import PATH as MIGRATE_PATH
 from pdserve.router.proxy.migration import MoveBody
+from pdserve.router.proxy.replication import PATH as REPLICATE_PATH
+from pdserve.router.proxy.replication import CopyPrefixBody
 from pdserve.router.workers.api import AddBody, ChangeBody
 from pdserve.router.workers.fanout import WorkerFanout
 from pdserve.router.workers.role_switch import PATH as ROLE_SWITCH_PATH
@@ -30,6 +32,7 @@ BODIES: Mapping[tuple[str, str], type[msgspec.Struct]] = {
     ("PUT", "/workers/{name}"): ChangeBody,
     ("POST", ROLE_SWITCH_PATH): SwitchBody,
     ("POST", MIGRATE_PATH): MoveBody,
+    ("POST", REPLICATE_PATH): CopyPrefixBody,
 }
 QUERIES = {
     ("DELETE", "/workers/{name}"): ("force",),

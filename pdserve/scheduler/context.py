@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
-import msgspec
-
 from pdserve.base.clock import Clock
-from pdserve.base.log import SparingLog, about, escaped
 from pdserve.errors import ModelError, RequestError
 from pdserve.executor.interface import BatchPlan, BatchRow, Executor, HostPages, SampledToken
 from pdserve.executor.loras import LoraAdapters
@@ -18,19 +14,13 @@ from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.lease import GroupLease, Lease
 from pdserve.memory.tiers.host_pool import HostPool
 from pdserve.protocol.failure import Failure
-from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.protocol.messages import (
-    EngineCoreOutput,
     FinishReason,
-    GenerateRequest,
     LoadLora,
-    OutputBatch,
-    RequestTiming,
-    ToApi,
-    TokenLogprob,
     UnloadLora,
 )
 from pdserve.scheduler.host_tier import HostTier, WritePolicy
+from pdserve.scheduler.outbox import Outbox
 from pdserve.scheduler.request import Req, finish_for_token
 from pdserve.scheduler.retracted_kv import RetractedKV
 from pdserve.scheduler.speculation import Speculation
@@ -62,8 +52,6 @@ def validate_fits(context: SchedulerContext, num_tokens: int) -> None:
         )
 
 
-MAX_PART_BYTES = 4 << 20
-"""Most bytes of prompt log probabilities in one message to the API process."""
 MAX_FAILURE_CODES = 64
 
 
@@ -122,92 +110,6 @@ class StepLimits:
         """Prompt tokens of a step beside decode rows."""
         mixed = None if self.chunk_tokens is None else self.mixed_chunk_tokens
         return self.step_tokens if mixed is None else mixed
-
-
-REQUEST_LOGGER = "pdserve.scheduler.requests"
-"""Logger of the start and end of each request. Its lines are equal on all ranks; only rank 0 writes them."""
-_requests = logging.getLogger(REQUEST_LOGGER)
-
-
-def log_admitted(spec: GenerateRequest) -> None:
-    """Log at level debug that a request was admitted."""
-    if _requests.isEnabledFor(logging.DEBUG):
-        room = "" if spec.room is None else f", room {spec.room.room}"
-        text = f"{escaped(spec.rid)} is admitted: {len(spec.input_ids)} prompt tokens{room}"
-        _requests.debug("%s", text, extra=about(spec.request_id))
-
-
-class Outbox:
-    """Collects the outputs of a step and sends them as one message. Logs the end of each request."""
-
-    def __init__(self, send: Callable[[ToApi], None]) -> None:
-        self.send = send
-        self._failures = SparingLog(_requests)
-        self._outputs: list[EngineCoreOutput] = []
-
-    def emit(
-        self,
-        req: Req,
-        tokens: tuple[SampledToken, ...],
-        finish: FinishReason | None = None,
-        timing: RequestTiming | None = None,
-    ) -> None:
-        """Add new tokens of `req`, and its finish reason if it ended. With `max_new_tokens` 0 no token is sent."""
-        spec = req.spec
-        if finish is not None:
-            self.log_end(spec, finish, len(req.output_ids))
-        if spec.sampling.max_new_tokens == 0:
-            tokens = ()
-        logprobs = None
-        if spec.logprobs is not None and spec.logprobs.output:
-            logprobs = [TokenLogprob(token.logprob or 0.0, list(token.top), list(token.picked)) for token in tokens]
-        speculation = None
-        if req.speculation is not None and (finish is not None or spec.sampling.has_text_stops):
-            speculation = req.speculation.stats
-        self._outputs.append(
-            EngineCoreOutput(
-                rid=spec.rid,
-                token_ids=[token.token_id for token in tokens],
-                logprobs=logprobs,
-                finish=finish,
-                prompt_tokens=len(spec.input_ids),
-                cached_tokens=req.num_cached,
-                cached_details=req.cached_details,
-                timing=timing,
-                speculation=speculation,
-            )
-        )
-
-    def log_end(self, spec: GenerateRequest, finish: FinishReason, num_tokens: int) -> None:
-        """Log the end of a request: a warning if the server or its peer has failed, else at level debug."""
-        failure = finish.failure
-        if failure is None or failure.status < 500 or failure.retry_after_s is not msgspec.UNSET or spec.probe:
-            if _requests.isEnabledFor(logging.DEBUG):
-                how = finish.type if failure is None else f"{failure.code}: {escaped(failure.message)}"
-                text = f"{escaped(spec.rid)} has ended after {num_tokens} tokens: {how}"
-                _requests.debug("%s", text, extra=about(spec.request_id))
-            return
-        room = "" if spec.room is None else f" (room {spec.room.room})"
-        text = f"{escaped(spec.rid)}{room} has failed: {failure.code}: {escaped(failure.message)}"
-        self._failures.warning("%s", text, extra=about(spec.request_id))
-
-    def emit_prompt(self, req: Req, part: PromptLogprobs) -> None:
-        """Send log probabilities of a part of the prompt at once, in messages of at most `MAX_PART_BYTES` each."""
-        for piece in part.parts(MAX_PART_BYTES):
-            output = EngineCoreOutput(
-                rid=req.rid,
-                token_ids=[],
-                prompt_logprobs=piece,
-                prompt_tokens=req.num_prompt,
-                cached_tokens=req.num_cached,
-            )
-            self.send(OutputBatch(outputs=[output]))
-
-    def flush(self) -> None:
-        """Send the collected outputs."""
-        if self._outputs:
-            self.send(OutputBatch(outputs=self._outputs))
-            self._outputs = []
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from pdserve.memory.lease import Lease
 from pdserve.memory.prefix_cache import TOKEN_BYTES, RadixTree
 from pdserve.memory.tiers.host_memory import PageCopies, num_copied
 from pdserve.memory.tiers.host_pool import HostPool
-from pdserve.protocol.messages import CachedTokensDetails
+from pdserve.protocol.cached_tokens import CachedTokensDetails
 from pdserve.scheduler.request import Req
 from pdserve.scheduler.storage_tier import StorageTier
 

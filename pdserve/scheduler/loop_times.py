@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 from pdserve.base.clock import Clock
-from pdserve.protocol.messages import SchedulerHeartbeat
+from pdserve.protocol.engine_state import SchedulerHeartbeat
 from pdserve.scheduler.step_parts import StepKind
 
 Stage = Literal[

@@ -20,9 +20,10 @@ from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.lease import Lease
 from pdserve.memory.prefix_cache import SaltedTokens
 from pdserve.model.lora import LoraAdapter
+from pdserve.protocol.cached_tokens import CachedTokensDetails
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import Logprobs
-from pdserve.protocol.messages import CachedTokensDetails, FinishReason, GenerateRequest
+from pdserve.protocol.messages import FinishReason, GenerateRequest
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.scheduler.draft_length import RequestSpeculation
 from pdserve.transfer.manager import KVReceiver, KVSender
@@ -66,7 +67,7 @@ class Req:
     On decode the larger of prefill's number and that of its own cache.
     """
     cached_details: CachedTokensDetails | None = None
-    """Where the tokens of `num_cached` were; None without a host tier, and where prefill's number counts."""
+    """Where the tokens of `num_cached` were; None: on the device, without a host tier."""
     num_retractions: int = 0
     state_stops: tuple[int, ...] = ()
     """Positions, ascending, at which a prompt chunk ends so that the prefix cache can keep the recurrent state there.

@@ -9,13 +9,12 @@ from typing import Protocol
 
 import msgspec
 
-from pdserve.base.clock import RetryAfterEstimator, TokenRate
+from pdserve.base.clock import RetryAfterEstimator
 from pdserve.base.mailbox import Woken
 from pdserve.errors import RequestError
 from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
 from pdserve.executor.profiling import Profiler
 from pdserve.protocol.engine_state import EngineState
-from pdserve.protocol.extraction import ExtractReply, ExtractRequest, KVPart
 from pdserve.protocol.failure import CLIENT_ABORT, Failure
 from pdserve.protocol.messages import (
     AbortRequest,
@@ -26,9 +25,12 @@ from pdserve.protocol.messages import (
     EndMigration,
     EngineCommand,
     EngineCoreOutput,
+    ExtractReply,
+    ExtractRequest,
     FinishReason,
     FlushCache,
     GenerateRequest,
+    KVPart,
     LoadLora,
     MigrateOut,
     OutputBatch,
@@ -47,13 +49,14 @@ from pdserve.protocol.messages import (
     UnloadLora,
 )
 from pdserve.ranks.pre_step import IdleBatches
-from pdserve.scheduler.context import SchedulerContext, log_admitted
-from pdserve.scheduler.load_report import LoadReporter
+from pdserve.scheduler.context import SchedulerContext
 from pdserve.scheduler.loop_times import Heartbeat, LoopTimes
+from pdserve.scheduler.outbox import log_admitted
 from pdserve.scheduler.request import EVICTED, GRAMMAR_FAILED, EvictionOrder, PriorityRules, Req, Times
 from pdserve.scheduler.role_switcher import RoleSwitcher
-from pdserve.scheduler.roles.base import SchedulerRole, audit_holds, count_by_priority
+from pdserve.scheduler.roles.base import SchedulerRole, audit_holds
 from pdserve.scheduler.snapshots import MOVING, NOT_LIVE, SUSPENDED, RequestExtractor, check_adapter
+from pdserve.scheduler.state_report import LoadReporter, StateReporter
 from pdserve.transfer.events import TransferEvent
 from pdserve.transfer.manager import KVManager
 from pdserve.transfer.wire import prompt_digest
@@ -118,15 +121,13 @@ class Scheduler:
         self._rules = rules
         self._evictions = self._eviction_order()
         self.facts = dict(facts or {})
-        self._live_facts = live_facts
         self._num_gated = num_gated
         self._switcher = switcher
         self._load_reporter = load_reporter
-        self._by_priority = rules is not None and rules.enabled
-        self._rate, self._num_rated = TokenRate(context.clock.now), 0
+        self._state = StateReporter(context, live_facts, by_priority=rules is not None and rules.enabled)
         self._idle_batches = idle_batches
         self._depth = max(int(overlap), context.limits.num_stages - 1)
-        self._step = self._num_computed = 0
+        self._step = 0
         self._under_way: deque[StepHandle] = deque()
         self._audited = True
         self._found: list[str] = []
@@ -269,11 +270,8 @@ class Scheduler:
             self._profiler.step()
         self._end_failed(handle.plan, result)
         if handle.plan.rows:
-            self._num_computed += 1
             self.role.commit(handle.plan, result)
-            num_generated = self.context.counters["generation_tokens"]
-            self._rate.add(num_generated - self._num_rated)
-            self._num_rated = num_generated
+            self._state.computed()
         self._times.enter("other")
 
     def _end_failed(self, plan: BatchPlan, result: StepResult) -> None:
@@ -286,46 +284,7 @@ class Scheduler:
 
     def state(self) -> EngineState:
         """Return the snapshot behind `/get_server_info` and `/metrics`."""
-        num_gated = self._gated
-        queues = self.role.queues() | {"num_grammar_queue_reqs": num_gated}
-        memory = self.context.memory.counts() | {"reqs_live": len(self.role.live)}
-        counters: dict[str, float] = {name: float(value) for name, value in self.context.counters.items()}
-        counters["evicted_pages"] = float(self.context.memory.pages.num_evicted)
-        counters |= self._times.counters()
-        if self.context.speculation is not None:
-            counters |= self.context.speculation.counters
-        if self.context.tier is not None:
-            memory |= self.context.tier.counts()
-            counters |= self.context.tier.seconds()
-        if self.kv is not None:
-            memory |= self.kv.counts()
-            counters |= {name: float(value) for name, value in self.kv.counters.items()}
-        storage = self.context.storage
-        facts = {**self.facts, **self.role.facts(), **({} if storage is None else storage.facts())}
-        if self.context.speculation is not None:
-            facts |= self.context.speculation.facts()
-        if self._live_facts is not None:
-            facts |= self._live_facts()
-        if self.kv is not None:
-            facts["last_handshake_refusal"] = self.kv.sessions.last_refusal
-        return EngineState(
-            queues=queues,
-            memory=memory,
-            counters=counters,
-            facts=facts,
-            num_running_reqs=queues["num_running_reqs"],
-            num_queue_reqs=len(self.role.live) - queues["num_running_reqs"] + num_gated,
-            num_used_tokens=self.context.memory.num_used_tokens,
-            max_total_tokens=self.context.memory.max_tokens,
-            audit=self._found,
-            failures=dict(self.context.failures),
-            peers=[] if self.kv is None else self.kv.peer_loads(),
-            oldest_orphan_s=0.0 if self.kv is None else self.kv.oldest_orphan_s(),
-            by_priority=count_by_priority(self.role.live.values(), self.role.members()) if self._by_priority else {},
-            gen_throughput=self._rate.value(),
-            progress=self._num_computed + int(counters.get("kv_transfer_bytes", 0)),
-            probes={req.rid: self.role.waits_for(req) for req in self.role.live.values() if req.spec.probe},
-        )
+        return self._state.state(self.role, self.kv, self._times, self._gated, self.facts, self._found)
 
     @property
     def _gated(self) -> int:

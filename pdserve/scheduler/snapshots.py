@@ -13,9 +13,8 @@ from collections.abc import Callable
 from pdserve.errors import RequestError
 from pdserve.executor.interface import ImportedPages
 from pdserve.memory.lease import numbers_to_move
-from pdserve.protocol.extraction import ExtractReply, KVPart
 from pdserve.protocol.failure import Failure
-from pdserve.protocol.messages import FinishReason
+from pdserve.protocol.messages import ExtractReply, FinishReason, KVPart
 from pdserve.scheduler.context import SchedulerContext
 from pdserve.scheduler.request import Req
 
@@ -68,6 +67,7 @@ class RequestExtractor:
             rid=req.rid,
             output_ids=list(req.output_ids),
             cached_tokens=req.num_cached,
+            cached_details=req.cached_details,
             adapter=req.adapter_digest,
             kv_tokens=0 if groups is None else req.computed,
             kv_pages=kv_pages,

@@ -130,7 +130,13 @@ def make_metrics(config: ServerConfig, own_counters: Callable[[], Mapping[str, f
     """
     name = config.model.served_model_name or config.model.model_path
     engine_type = _ENGINE_TYPES[config.disagg.disaggregation_mode]
-    return ServerMetrics(name, engine_type, own_counters, by_priority=config.schedule.enable_priority_scheduling)
+    return ServerMetrics(
+        name,
+        engine_type,
+        own_counters,
+        by_priority=config.schedule.enable_priority_scheduling,
+        storage_backend=config.storage.hicache_storage_backend,
+    )
 
 
 def create_app(

@@ -21,8 +21,9 @@ from fastapi import Request
 
 from pdserve.base.stream_state import RESUME_FIELD, STATE_HEADER, EventState, ShortText
 from pdserve.errors import PdserveError
+from pdserve.protocol.cached_tokens import CachedTokensDetails
 from pdserve.protocol.logprobs import PromptLogprobs
-from pdserve.protocol.messages import CachedTokensDetails, FinishReason, RequestTiming, SpeculationStats, TokenLogprob
+from pdserve.protocol.messages import FinishReason, RequestTiming, SpeculationStats, TokenLogprob
 
 ATTACH_FIELD = f"{RESUME_FIELD}.attach"
 
@@ -33,7 +34,7 @@ class GenerationUpdate:
 
     `text` never contains the possible beginning of a stop string. `finish` is set in the last update of a sequence;
     `timing` and `speculation` are the newest known. `logprobs` has one entry per token if they were requested.
-    `prompt_parts` are the prompt logprobs, in parts.
+    `prompt_parts` are the prompt logprobs, in parts. `cached_details` None: all cached tokens were on the device.
     """
 
     index: int
@@ -48,6 +49,15 @@ class GenerationUpdate:
     timing: RequestTiming | None = None
     speculation: SpeculationStats | None = None
 
+    @property
+    def cached_by_source(self) -> CachedTokensDetails:
+        """Where the tokens of `cached_tokens` were."""
+        return self.cached_details or CachedTokensDetails(device=self.cached_tokens, host=0)
+
+    def take_cached(self, other: GenerationUpdate) -> None:
+        """Replace the numbers of cached tokens by those of `other`."""
+        self.cached_tokens, self.cached_details = other.cached_tokens, other.cached_details
+
     def absorb(self, newer: GenerationUpdate) -> None:
         """Append a later update of the same sequence."""
         assert newer.index == self.index and self.finish is None
@@ -57,7 +67,7 @@ class GenerationUpdate:
         self.prompt_parts += newer.prompt_parts
         self.finish = newer.finish
         self.prompt_tokens = newer.prompt_tokens
-        self.cached_tokens, self.cached_details = newer.cached_tokens, newer.cached_details
+        self.take_cached(newer)
         self.timing = newer.timing
         self.speculation = newer.speculation
 
@@ -206,12 +216,15 @@ class Resume(msgspec.Struct):
     token_ids: list[int]
     cached_tokens: int = 0
     logprobs: list[TokenLogprob] | None = None
+    cached_details: CachedTokensDetails | None = None
     attach: Annotated[str, ShortText] | None = None
 
     def update(self, text: str) -> GenerationUpdate:
         """Return the stream so far as one update. `text` is the text of its tokens."""
         logprobs = list(self.logprobs or ())
-        return GenerationUpdate(0, text, list(self.token_ids), logprobs, cached_tokens=self.cached_tokens)
+        update = GenerationUpdate(0, text, list(self.token_ids), logprobs, cached_tokens=self.cached_tokens)
+        update.cached_details = self.cached_details
+        return update
 
 
 class StreamStates:
@@ -225,6 +238,7 @@ class StreamStates:
         self._tokens: list[int] = []
         self._lines: list[Any] = []
         self._cached_tokens = 0
+        self._cached_details: dict[str, int | None] | None = None
 
     def with_state(self, update: GenerationUpdate | None, events: list[bytes]) -> Iterator[bytes]:
         """Yield `events` with their state lines. They show the tokens of `update`; None: no tokens.
@@ -238,13 +252,21 @@ class StreamStates:
             self._tokens += update.token_ids
             self._lines += msgspec.to_builtins(update.logprobs) if self._logprobs else []
             self._cached_tokens = update.cached_tokens
+            self._cached_details = msgspec.to_builtins(update.cached_details)
         ends = update is not None and update.finish is not None
         for position, data in enumerate(events):
             tail = b"".join(events[position + 1 :]).decode() if ends else None
             yield self._line(tail) + data
 
     def _line(self, tail: str | None) -> bytes:
-        state = EventState(self._tokens, self._head, self._cached_tokens, self._lines if self._logprobs else None, tail)
+        state = EventState(
+            token_ids=self._tokens,
+            head=self._head,
+            cached_tokens=self._cached_tokens,
+            cached_details=self._cached_details,
+            logprobs=self._lines if self._logprobs else None,
+            tail=tail,
+        )
         line = state.line()
         self._tokens, self._lines, self._head = [], [], None
         return line

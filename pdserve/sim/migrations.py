@@ -13,9 +13,10 @@ import msgspec
 
 from pdserve.protocol.messages import CommandReply, EndMigration, MigrateOut, MigrationOffer, SendPrefix
 from pdserve.sim.network import SimNet
-from pdserve.sim.node import RequestHalf, SimNode
+from pdserve.sim.node import SimNode
 from pdserve.sim.router import Client, SimRouter, SimTry
 from pdserve.sim.server import SimServer
+from pdserve.sim.shape import RequestHalf
 
 PATIENCE_S = 40.0
 """Seconds that the other server may take to compute the request."""

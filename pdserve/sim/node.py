@@ -5,12 +5,9 @@ The scheduler, role, leases and transfer manager are the real ones. Made by `wor
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections import defaultdict
 from collections.abc import Sequence
-
-import msgspec
 
 from pdserve.base.clock import Clock, ManualClock
 from pdserve.base.mailbox import Mailbox, Woken
@@ -21,21 +18,18 @@ from pdserve.memory.kv_memory import KVMemory, PageTable
 from pdserve.memory.layout import PageSpace
 from pdserve.memory.lease import Lease
 from pdserve.memory.tiers.storage_port import StoragePort
-from pdserve.protocol.extraction import ExtractReply, KVPart
-from pdserve.protocol.logprobs import PromptLogprobs
+from pdserve.protocol.engine_state import EngineReady
 from pdserve.protocol.messages import (
     CommandReply,
-    EngineReady,
-    FinishReason,
-    GenerateRequest,
+    ExtractReply,
+    KVPart,
     OutputBatch,
-    RoomAddress,
-    SpeculationStats,
     StateReply,
     ToApi,
 )
-from pdserve.scheduler.context import Outbox, SchedulerContext, StepLimits
+from pdserve.scheduler.context import SchedulerContext, StepLimits
 from pdserve.scheduler.kv_checksum import KVChecksum, WriteLine
+from pdserve.scheduler.outbox import Outbox
 from pdserve.scheduler.request import WaitingQueue
 from pdserve.scheduler.role_switcher import RoleSwitcher
 from pdserve.scheduler.roles.base import SchedulerRole
@@ -50,7 +44,7 @@ from pdserve.sim.hash_storage import add_store, open_port
 from pdserve.sim.hash_tier import HashHasher
 from pdserve.sim.in_place import SimRoles
 from pdserve.sim.network import Faults, Grants, Pool, SimCopyEngine, SimDirectory, SimNet, SimSocket, Verb
-from pdserve.sim.shape import Prompt, Shape
+from pdserve.sim.shape import Prompt, RequestHalf, Shape, request
 from pdserve.sim.tiered_node import TieredNode
 from pdserve.transfer.aux import MetadataBuffers
 from pdserve.transfer.events import ControlSocket, CopyEngine, Directory, TransferEvent
@@ -58,18 +52,6 @@ from pdserve.transfer.manager import KVArgs, KVManager, TransferTimes
 from pdserve.transfer.peers import SessionTimes
 from pdserve.transfer.plan import rank_memory
 from pdserve.transfer.wire import MemoryKey, RankMemory
-
-
-@dataclasses.dataclass(slots=True)
-class RequestHalf:
-    """Output of one server for one request, as its client has received it."""
-
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    finish: FinishReason | None = None
-    picked: list[list[float]] = dataclasses.field(default_factory=list)
-    prompt_parts: list[PromptLogprobs] = dataclasses.field(default_factory=list)
-    speculation: SpeculationStats | None = None
-    cached_tokens: int = 0
 
 
 class MachineClock:
@@ -420,16 +402,7 @@ class SimNode(TieredNode):
         match message:
             case OutputBatch(outputs=outputs):
                 for output in outputs:
-                    half = self.halves[output.rid]
-                    assert half.finish is None, f"{output.rid}: output after its end"
-                    assert output.cached_tokens <= output.prompt_tokens, output
-                    half.tokens += output.token_ids
-                    half.picked += [line.picked for line in output.logprobs or ()]
-                    if output.prompt_logprobs is not None:
-                        assert not half.tokens, f"{output.rid}: of the prompt after its first token"
-                        half.prompt_parts.append(output.prompt_logprobs)
-                    half.finish, half.speculation = output.finish, output.speculation
-                    half.cached_tokens = output.cached_tokens
+                    self.halves[output.rid].add(output)
             case ExtractReply(rid=rid) if message.failure is None:
                 self.extracted[rid] = message
             case KVPart(rid=rid):
@@ -471,21 +444,6 @@ def monolith_halves(shape: Shape, prompts: Sequence[Prompt]) -> list[RequestHalf
             break
     assert node.idle and not node.leaks(), node.leaks()
     return [node.halves[f"r{i}"] for i in range(len(prompts))]
-
-
-def request(rid: str, prompt: Prompt, room: RoomAddress | None) -> GenerateRequest:
-    """Make a request for one server. `room` is None for an aggregated server."""
-    sampling = msgspec.structs.replace(prompt.sampling, max_new_tokens=prompt.max_new_tokens)
-    return GenerateRequest(
-        rid=rid,
-        input_ids=list(prompt.tokens),
-        sampling=sampling,
-        logprobs=prompt.logprobs,
-        room=room,
-        priority=prompt.priority,
-        cache_salt=prompt.salt,
-        prior_output_ids=list(prompt.prior),
-    )
 
 
 def _pages(lease: Lease, space: PageSpace | None) -> list[int]:

@@ -23,8 +23,7 @@ from pdserve.protocol.messages import GenerateRequest, RoomAddress
 from pdserve.router.workers import outcome as verdict
 from pdserve.router.workers.outcome import ConnectionFailed, WorkerResponse, WorkerStream
 from pdserve.router.workers.workers import Worker
-from pdserve.sim.node import RequestHalf, request
-from pdserve.sim.shape import Prompt
+from pdserve.sim.shape import Prompt, RequestHalf, request
 
 MAX_TRIES = 4
 GRACE_S = 8.0

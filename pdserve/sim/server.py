@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pdserve.protocol.failure import MIGRATED
 from pdserve.protocol.messages import AbortRequest, FinishReason, GenerateRequest, RedirectReceiver
 from pdserve.sim.network import SimNet
-from pdserve.sim.node import MachineClock, RequestHalf, SimNode
+from pdserve.sim.node import MachineClock, SimNode
+from pdserve.sim.shape import RequestHalf
 
 
 class SessionHistory:

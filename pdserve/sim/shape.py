@@ -1,13 +1,16 @@
-"""What the servers of a simulated world are, and what they are asked: sizes, options and requests."""
+"""Servers and requests of a simulated world: sizes, options, prompts, and what a client receives."""
 
 from __future__ import annotations
 
 import dataclasses
 
+import msgspec
+
 from pdserve.config.groups import EvictionPolicy, LoadFailurePolicy
 from pdserve.config.schedule_group import SchedulePolicy
 from pdserve.config.tier_group import PrefetchPolicy
-from pdserve.protocol.logprobs import Logprobs
+from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
+from pdserve.protocol.messages import EngineCoreOutput, FinishReason, GenerateRequest, RoomAddress, SpeculationStats
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.scheduler.draft_length import CPU_COST, StepCost
 from pdserve.scheduler.host_tier import WritePolicy
@@ -127,3 +130,43 @@ class Prompt:
     """All but `max_new_tokens`."""
     salt: str = ""
     """Cache salt; empty without one."""
+
+
+@dataclasses.dataclass(slots=True)
+class RequestHalf:
+    """Output of one server for one request, as its client has received it."""
+
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    finish: FinishReason | None = None
+    picked: list[list[float]] = dataclasses.field(default_factory=list)
+    prompt_parts: list[PromptLogprobs] = dataclasses.field(default_factory=list)
+    speculation: SpeculationStats | None = None
+    cached_tokens: int = 0
+
+    def add(self, output: EngineCoreOutput) -> None:
+        """Add the output of a step, and check that it may follow what came before."""
+        assert self.finish is None, f"{output.rid}: output after its end"
+        assert output.cached_tokens <= output.prompt_tokens, output
+        assert output.cached_details is None or output.cached_details.num_tokens == output.cached_tokens, output
+        self.tokens += output.token_ids
+        self.picked += [line.picked for line in output.logprobs or ()]
+        if output.prompt_logprobs is not None:
+            assert not self.tokens, f"{output.rid}: of the prompt after its first token"
+            self.prompt_parts.append(output.prompt_logprobs)
+        self.finish, self.speculation = output.finish, output.speculation
+        self.cached_tokens = output.cached_tokens
+
+
+def request(rid: str, prompt: Prompt, room: RoomAddress | None) -> GenerateRequest:
+    """Make a request for one server. `room` is None for an aggregated server."""
+    sampling = msgspec.structs.replace(prompt.sampling, max_new_tokens=prompt.max_new_tokens)
+    return GenerateRequest(
+        rid=rid,
+        input_ids=list(prompt.tokens),
+        sampling=sampling,
+        logprobs=prompt.logprobs,
+        room=room,
+        priority=prompt.priority,
+        cache_salt=prompt.salt,
+        prior_output_ids=list(prompt.prior),
+    )

@@ -9,8 +9,8 @@ from pdserve.base.clock import ManualClock
 from pdserve.protocol.messages import AbortRequest, RoomAddress
 from pdserve.scheduler.kv_checksum import WriteLine
 from pdserve.sim.network import Faults, SimNet
-from pdserve.sim.node import RequestHalf, SimNode, monolith_halves, monolith_tokens, request
-from pdserve.sim.shape import Prompt, Shape
+from pdserve.sim.node import SimNode, monolith_halves, monolith_tokens
+from pdserve.sim.shape import Prompt, RequestHalf, Shape, request
 
 __all__ = ["Prompt", "RequestHalf", "Shape", "SimNode", "World", "monolith_halves", "monolith_tokens", "request"]
 

@@ -3,6 +3,8 @@
 A slot is contiguous, so that one copy moves it. Every field is padded to 64 bytes (RDMA alignment). Prefill's scheduler
 thread writes a slot, a transport copies it, and decode's scheduler thread reads it after SUCCESS.
 
+A new field may use the padding of an older one: size and offsets of a slot stay, and an older sender leaves zeros.
+
 A server whose drafter is a model has more fields at the end of each slot. They are sent to a peer with an equal drafter
 alone; others get the common bytes of the slot, which all servers have.
 """
@@ -16,6 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pdserve.memory import shared
+from pdserve.protocol.cached_tokens import CachedTokensDetails
 
 MAX_TOP_LOGPROBS = 128
 MAX_FIRST_DRAFTS = 16
@@ -27,7 +30,7 @@ _FIELDS: tuple[tuple[str, str, int], ...] = (
     ("attempt", "<u8", 1),
     ("sent", "<i8", 3),
     ("first_token", "<i8", 1),
-    ("cached_tokens", "<i8", 1),
+    ("cached_tokens", "<i8", 5),
     ("logprob", "<f8", 1),
     ("num_top", "<i8", 1),
     ("top_ids", "<i8", MAX_TOP_LOGPROBS),
@@ -42,6 +45,8 @@ class AuxRecord:
     `num_tokens`: tokens whose KV, and whose recurrent state, was sent; 0 if the sender does not know. `state_type`:
     see `KVLayout.state_type`; `num_state_items`: slots and pages that were sent to the pools of those groups.
 
+    `cached_details`: where the tokens of `cached_tokens` were; None: on the device, or the sender does not know.
+
     `drafts`: what the sender's drafter proposes behind the first token. `draft_hidden`: see `Executor.draft_hidden`.
     Both are empty without equal drafters.
     """
@@ -50,6 +55,7 @@ class AuxRecord:
     attempt: int
     first_token: int
     cached_tokens: int = 0
+    cached_details: CachedTokensDetails | None = None
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
     num_tokens: int = 0
@@ -58,6 +64,9 @@ class AuxRecord:
     drafts: tuple[int, ...] = ()
     draft_hidden: bytes = b""
 
+
+_NO_DETAILS, _WITHOUT_STORE, _WITH_STORE = range(3)
+"""Which parts of `AuxRecord.cached_details` a slot has."""
 
 _STATE_TYPES = ("mamba", "swa", "nsa")
 """Type i is bit i of a number in the slot."""
@@ -69,6 +78,23 @@ def _to_bits(state_type: str) -> int:
 
 def _from_bits(bits: int) -> str:
     return ",".join(name for i, name in enumerate(_STATE_TYPES) if bits >> i & 1) or "none"
+
+
+def _cached_numbers(record: AuxRecord) -> tuple[int, int, int, int, int]:
+    """Return the field `cached_tokens` of a slot: the number, which parts follow, and the three parts."""
+    details = record.cached_details
+    if details is None:
+        return record.cached_tokens, _NO_DETAILS, 0, 0, 0
+    parts = _WITHOUT_STORE if details.storage is None else _WITH_STORE
+    return record.cached_tokens, parts, details.device, details.host, details.storage or 0
+
+
+def _cached_details(numbers: Sequence[int]) -> CachedTokensDetails | None:
+    """Return the parts of the field `cached_tokens`; None where there are none, or they do not add up."""
+    total, parts, device, host, storage = numbers
+    if parts not in (_WITHOUT_STORE, _WITH_STORE) or min(device, host, storage) < 0 or device + host + storage != total:
+        return None
+    return CachedTokensDetails(device=device, host=host, storage=storage if parts == _WITH_STORE else None)
 
 
 def _draft_fields(hidden_bytes: int) -> tuple[tuple[str, str, int], ...]:
@@ -115,7 +141,7 @@ class MetadataBuffers:
         entry = self._slots[slot]
         entry["room"], entry["attempt"] = record.room, record.attempt
         entry["sent"] = record.num_tokens, record.num_state_items, _to_bits(record.state_type)
-        entry["first_token"], entry["cached_tokens"] = record.first_token, record.cached_tokens
+        entry["first_token"], entry["cached_tokens"] = record.first_token, _cached_numbers(record)
         entry["logprob"] = math.nan if record.logprob is None else record.logprob
         top = record.top[:MAX_TOP_LOGPROBS]
         entry["num_top"] = len(top)
@@ -135,11 +161,13 @@ class MetadataBuffers:
         num_top = min(max(int(entry["num_top"]), 0), MAX_TOP_LOGPROBS)
         logprob = float(entry["logprob"])
         drafts, hidden = self._read_drafts(entry)
+        cached = entry["cached_tokens"].tolist()
         return AuxRecord(
             room=int(entry["room"]),
             attempt=int(entry["attempt"]),
             first_token=int(entry["first_token"]),
-            cached_tokens=int(entry["cached_tokens"]),
+            cached_tokens=cached[0],
+            cached_details=_cached_details(cached),
             num_tokens=int(entry["sent"][0]),
             num_state_items=int(entry["sent"][1]),
             state_type=_from_bits(int(entry["sent"][2])),

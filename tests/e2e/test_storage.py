@@ -88,6 +88,48 @@ def test_a_server_reads_what_only_the_store_has(tiny_checkpoint: Tiny, tmp_path:
         until(lambda: not list(tmp_path.rglob("*.kv")), 20.0, "the store is empty")
 
 
+def sources(url: str, prompts: list[list[int]]) -> list[tuple[list[int], int, dict[str, int]]]:
+    """Output, cached tokens and their sources of prompts that run one at a time."""
+    answers = [answer for prompt in prompts for answer in generate_all(url, [body(prompt)])]
+    found = [(answer["output_ids"], answer["meta_info"]) for answer in answers]
+    return [(tokens, meta["cached_tokens"], meta["cached_tokens_details"]) for tokens, meta in found]
+
+
+@pytest.mark.slow
+def test_decode_answers_where_prefill_found_cached_tokens(tiny_checkpoint: Tiny, tmp_path: Path) -> None:
+    """Prefill's device holds two of six prompts, its host tier all of them, and the store all of them."""
+    store = storage_flags("file", "wait_complete", directory=str(tmp_path))
+    prefill = (TIER[4], "--hicache-ratio", "8", *store)
+    shape, prompts = (*TIER[:4], "--max-total-tokens", "512"), prompts_of(11, 6)
+    with running_pair(str(tiny_checkpoint("llama")), *shape, prefill_flags=prefill) as pair:
+        first = sources(pair.url, prompts)
+        assert [(cached, details) for _, cached, details in first] == [(0, {"device": 0, "host": 0, "storage": 0})] * 6
+        until_stored(pair.prefill, 6 * 192)
+        again = sources(pair.url, prompts)
+        assert [tokens for tokens, _, _ in again] == [tokens for tokens, _, _ in first]
+        assert [sum(details.values()) for _, _, details in again] == [192] * 6
+        host = sum(details["host"] for _, _, details in again)
+        assert host == pair.prefill.counter("load_back_tokens") >= 4 * 192
+        assert sum(details["storage"] for _, _, details in again) == 0
+        flushed = requests.post(f"{pair.prefill.url}/flush_cache?timeout=20", timeout=30)
+        assert flushed.status_code == 200, flushed.text
+        stored = sources(pair.url, prompts)
+        assert [tokens for tokens, _, _ in stored] == [tokens for tokens, _, _ in first]
+        assert [details for _, _, details in stored] == [{"device": 0, "host": 0, "storage": 192}] * 6
+        asked = {"model": "tiny", "prompt": prompts[5], "max_tokens": 2, "return_cached_tokens_details": True}
+        whole = requests.post(f"{pair.url}/v1/completions", json=asked, timeout=60).json()
+        cached = whole["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert sum(whole["sglext"]["cached_tokens_details"].values()) == cached == 192
+        for server, label in ((pair.prefill, "storage_file"), (pair.decode, "storage_unknown")):
+            lines = requests.get(f"{server.url}/metrics", timeout=10).text.splitlines()
+            samples = [line for line in lines if line.startswith("sglang:cached_tokens_total{")]
+            by_source = {line.split('cache_source="')[1].split('"')[0]: float(line.split()[-1]) for line in samples}
+            assert by_source[label] == 6 * 192 and by_source["host"] == host
+            assert sum(by_source.values()) == 13 * 192
+        for server in (pair.prefill, pair.decode):
+            assert_idle(server)
+
+
 @pytest.mark.slow
 def test_other_weights_do_not_share(tiny_checkpoint: Tiny, tmp_path: Path) -> None:
     """Random weights of another seed are another namespace; so is another dtype."""

@@ -38,7 +38,11 @@ from pdserve.server.lifecycle import instance, run
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
 K8S = CONFIGS / "k8s"
-OVERLAYS = ("laptop", "gpu", "rdma")
+OVERLAYS = ("laptop", "gpu", "rdma", "autoscaled")
+DISCOVERING = ("autoscaled",)
+"""Overlays whose routers find servers by their labels."""
+WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
+"""Label of a pod's place in its group; the controller of LeaderWorkerSets sets it."""
 BIG_MACHINE = Machine(has_cuda=True, num_cores=256)
 POD_IP = "10.1.2.3"
 Document = dict[str, Any]
@@ -142,9 +146,9 @@ def environment(pod: Pod, documents: Sequence[Document]) -> dict[str, str]:
         values |= maps[source["configMapRef"]["name"]]
     for entry in pod.container.get("env", ()):
         source = entry.get("valueFrom", {})
-        if "fieldRef" in source:
-            assert source["fieldRef"]["fieldPath"] == "status.podIP"
-        values[entry["name"]] = POD_IP if "fieldRef" in source else "secret" if source else entry["value"]
+        fields = {"status.podIP": POD_IP, "metadata.namespace": pod.owner["metadata"].get("namespace", "default")}
+        known = fields[source["fieldRef"]["fieldPath"]] if "fieldRef" in source else "secret"
+        values[entry["name"]] = known if source else entry["value"]
     if pod.owner["kind"] == "LeaderWorkerSet":
         name, namespace = (pod.owner["metadata"][key] for key in ("name", "namespace"))
         values |= {
@@ -192,7 +196,7 @@ def server_paths(config: ServerConfig) -> set[str]:
 
 async def router_paths(config: RouterConfig) -> set[str]:
     """The paths that a router answers."""
-    app = make_app(config)
+    app = make_app(dataclasses.replace(config, discovery=None))  # there is no API server here
     paths = {resource.canonical for resource in app.router.resources()}
     await app.cleanup()
     return paths

@@ -1,7 +1,8 @@
 """JSON schemas of the custom resources in `configs/k8s`: the fields we use, and no others, so that a typo is an error.
 
 Sources: LeaderWorkerSet leaderworkerset.x-k8s.io/v1 of LWS v0.9.0; PodMonitor monitoring.coreos.com/v1 of the
-Prometheus Operator v0.91.0. A pod template's `spec` is not described here: the tests check it as a Pod.
+Prometheus Operator v0.91.0; ScaledObject keda.sh/v1alpha1 of KEDA v2.22 with its Prometheus scaler.
+A pod template's `spec` is not described here: the tests check it as a Pod.
 """
 
 from __future__ import annotations
@@ -80,4 +81,60 @@ POD_MONITOR: Schema = fields(
     ),
 )
 
-CUSTOM: dict[str, Schema] = {"LeaderWorkerSet": LEADER_WORKER_SET, "PodMonitor": POD_MONITOR}
+NUMBER_TEXT: Schema = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?$"}
+BOOL_TEXT: Schema = {"enum": ["true", "false"]}
+SCALING_RULES: Schema = fields(
+    stabilizationWindowSeconds=COUNT,
+    policies={
+        "type": "array",
+        "items": fields(
+            "type", "value", "periodSeconds", type={"enum": ["Pods", "Percent"]}, value=COUNT, periodSeconds=COUNT
+        ),
+    },
+)
+
+SCALED_OBJECT: Schema = fields(
+    "apiVersion",
+    "kind",
+    "metadata",
+    "spec",
+    apiVersion={"const": "keda.sh/v1alpha1"},
+    kind={"const": "ScaledObject"},
+    metadata=METADATA,
+    spec=fields(
+        "scaleTargetRef",
+        "triggers",
+        scaleTargetRef=fields("name", apiVersion=TEXT, kind=TEXT, name=TEXT),
+        minReplicaCount=COUNT,
+        maxReplicaCount=COUNT,
+        pollingInterval=COUNT,
+        cooldownPeriod=COUNT,
+        advanced=fields(
+            horizontalPodAutoscalerConfig=fields(behavior=fields(scaleUp=SCALING_RULES, scaleDown=SCALING_RULES))
+        ),
+        triggers={
+            "type": "array",
+            "minItems": 1,
+            "items": fields(
+                "type",
+                "metadata",
+                type={"const": "prometheus"},
+                metricType={"enum": ["AverageValue", "Value"]},
+                metadata=fields(
+                    *("serverAddress", "query", "threshold"),
+                    serverAddress={"type": "string", "pattern": "^https?://"},
+                    query=TEXT,
+                    threshold=NUMBER_TEXT,
+                    activationThreshold=NUMBER_TEXT,
+                    ignoreNullValues=BOOL_TEXT,
+                ),
+            ),
+        },
+    ),
+)
+
+CUSTOM: dict[str, Schema] = {
+    "LeaderWorkerSet": LEADER_WORKER_SET,
+    "PodMonitor": POD_MONITOR,
+    "ScaledObject": SCALED_OBJECT,
+}

@@ -24,11 +24,12 @@ from pdserve.transfer.peers import SessionTimes
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD = ROOT / "configs" / "grafana" / "pdserve.json"
 ALERTS = ROOT / "configs" / "prometheus" / "alerts.yml"
+SCALED = ROOT / "configs" / "k8s" / "components" / "keda" / "scaled-objects.yaml"
 METRIC = re.compile(r"\b(?:sglang:|pdserve:|pdserve_router_)\w+")
 SELECTOR = re.compile(r"((?:sglang:|pdserve:|pdserve_router_)\w+)\{([^}]*)\}")
 GROUPING = re.compile(r"\b(?:by|on) ?\(([^)]+)\)")
 LEGEND = re.compile(r"{{ *(\w+) *}}")
-OF_PROMETHEUS = {"instance", "job", "le"}
+OF_PROMETHEUS = {"instance", "job", "le", "namespace"}
 
 
 def busy_state() -> EngineState:
@@ -65,7 +66,7 @@ def exported_by_server(mode: DisaggMode) -> str:
     )  # fmt: skip
     metrics.started(record)
     metrics.first_token(record)
-    metrics.prompt_done(record, 1, 0)
+    metrics.prompt_done(record, 1, 0, None)
     metrics.next_tokens(record, 0.1, 1)
     metrics.generated(record, 1)
     metrics.ended(record)
@@ -116,7 +117,11 @@ def expressions() -> list[tuple[str, str]]:
     found = [(panel["title"], target["expr"]) for panel in dashboard["panels"] for target in panel.get("targets", [])]
     found += [(v["name"], v["definition"]) for v in dashboard["templating"]["list"] if "definition" in v]
     rules = yaml.safe_load(ALERTS.read_text())["groups"]
-    return found + [(rule["alert"], rule["expr"]) for group in rules for rule in group["rules"]]
+    found += [(rule["alert"], rule["expr"]) for group in rules for rule in group["rules"]]
+    for document in yaml.safe_load_all(SCALED.read_text()):
+        where = f"KEDA {document['metadata']['name']}"
+        found += [(where, trigger["metadata"]["query"]) for trigger in document["spec"]["triggers"]]
+    return found
 
 
 def legends() -> list[tuple[str, str, set[str]]]:

@@ -13,10 +13,13 @@ from pdserve.config.groups import ServerConfig
 from pdserve.errors import ConfigError
 from pdserve.http.credentials import ADMIN_API_KEY, API_KEY
 from pdserve.router.config.config import RouterConfig, WorkerRole
+from pdserve.router.config.discovery import matches
 from pdserve.server.sglang_api import health
 from tests.rules.deploy_kit import (
+    DISCOVERING,
     K8S,
     OVERLAYS,
+    WORKER_INDEX,
     Pod,
     drain_s,
     environment,
@@ -98,12 +101,14 @@ def test_every_document_is_valid_by_its_schema(overlay: str) -> None:
         ("LeaderWorkerSet", ("spec", "leaderWorkerTemplate", "workerTemplate", "spec", "containerz"), []),
         ("PodMonitor", ("spec", "podMetricsEndpoints"), [{"port": "http", "interval": "15 seconds"}]),
         ("Deployment", ("spec", "replica"), 2),
+        ("ScaledObject", ("spec", "maxReplicas"), 2),
+        ("ScaledObject", ("spec", "triggers", 0, "metadata", "threshold"), "four"),
     ],
 )
-def test_the_schemas_find_mistakes(kind: str, path: tuple[str, ...], value: object) -> None:
-    document = copy.deepcopy(of_kind(rendered("gpu"), kind)[0])
+def test_the_schemas_find_mistakes(kind: str, path: tuple[str | int, ...], value: object) -> None:
+    document = copy.deepcopy(of_kind(rendered("autoscaled"), kind)[0])
     check_schema(document)
-    place = document
+    place: Any = document
     for key in path[:-1]:
         place = place[key]
     place[path[-1]] = value
@@ -128,7 +133,7 @@ def test_a_flag_that_does_not_exist_would_be_found() -> None:
         parse_command([*pod_command(pod, rendered("laptop")), "--num-nodes=1"])
 
 
-@pytest.mark.parametrize("overlay", ALL)
+@pytest.mark.parametrize("overlay", sorted(set(ALL) - set(DISCOVERING)))
 def test_the_router_knows_exactly_the_servers_that_are_made(overlay: str) -> None:
     expected = set()
     for pod in pods(rendered(overlay)):
@@ -141,6 +146,46 @@ def test_the_router_knows_exactly_the_servers_that_are_made(overlay: str) -> Non
             url = f"http://{name}-{replica}.{name}:{config.serving.port}"
             expected.add((WorkerRole.PREFILL if prefill else WorkerRole.DECODE, url, port))
     assert {(spec.role, spec.url, spec.bootstrap_port) for spec in router_of(overlay).workers} == expected
+
+
+@pytest.mark.parametrize("overlay", DISCOVERING)
+def test_a_router_that_discovers_servers_selects_the_first_pod_of_each_group_by_its_role(overlay: str) -> None:
+    router = router_of(overlay)
+    assert router.discovery is not None and router.workers == ()
+    for pod in pods(rendered(overlay)):
+        for index in ("0", "1"):
+            labels = pod.labels | ({WORKER_INDEX: index} if pod.is_server else {})
+            selectors = {"prefill": router.discovery.prefill_selector, "decode": router.discovery.decode_selector}
+            found = [role for role, selector in selectors.items() if matches(selector, labels)]
+            assert found == ([labels["app.kubernetes.io/component"]] if pod.is_server and index == "0" else []), labels
+        if pod.is_server:
+            assert server_of(pod, overlay).serving.port == router.discovery.port
+            assert router.discovery.namespace == pod.owner["metadata"]["namespace"]
+
+
+@pytest.mark.parametrize("overlay", DISCOVERING)
+def test_the_routers_service_account_may_watch_pods_of_its_namespace_and_nothing_else(overlay: str) -> None:
+    (role,), (binding,), (account,) = (of_kind(rendered(overlay), k) for k in ("Role", "RoleBinding", "ServiceAccount"))
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}]
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    (subject,) = binding["subjects"]
+    assert subject["name"] == account["metadata"]["name"] and account["automountServiceAccountToken"] is False
+    for pod in pods(rendered(overlay)):
+        assert pod.spec.get("serviceAccountName") == (None if pod.is_server else account["metadata"]["name"])
+
+
+def test_keda_scales_each_role_and_a_new_apply_keeps_its_number() -> None:
+    documents = rendered("autoscaled")
+    servers = {one["metadata"]["name"]: one["spec"] for one in of_kind(documents, "LeaderWorkerSet")}
+    scaled = {one["spec"]["scaleTargetRef"]["name"]: one["spec"] for one in of_kind(documents, "ScaledObject")}
+    assert scaled.keys() == servers.keys()
+    assert all("replicas" not in spec for spec in servers.values())
+    for name, spec in scaled.items():
+        assert spec["minReplicaCount"] >= 1, "a pair needs one of each"
+        role = name.removeprefix("pdserve-")
+        for trigger in spec["triggers"]:
+            assert f'engine_type="{role}"' in trigger["metadata"]["query"]
+            assert 'namespace="pdserve"' in trigger["metadata"]["query"]
 
 
 @pytest.mark.parametrize("overlay", ALL)
@@ -222,7 +267,8 @@ def test_containers_are_closed(overlay: str) -> None:
         pinned = overlay == "rdma" and pod.is_server
         assert security["capabilities"].get("add", []) == (["IPC_LOCK"] if pinned else [])
         assert pinned or pod.spec["securityContext"]["runAsNonRoot"] is True
-        assert pod.spec["automountServiceAccountToken"] is False
+        watches = overlay in DISCOVERING and not pod.is_server
+        assert pod.spec["automountServiceAccountToken"] is watches
         assert not pod.spec.get("hostNetwork", False), "network policies do not reach the host's network"
 
 

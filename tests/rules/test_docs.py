@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "pdserve"
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 OF_FILE = re.compile(r"([\w/]+\.py): (\w+(?:\.\w+)?(?:, \w+(?:\.\w+)?)*)")
 MEMBER = re.compile(r"([A-Z]\w+)\.(\w+)")
 IN_FILE = re.compile(r"((?:`\w+`(?:, | and ))*`\w+`) in `([\w/]+\.py)`")
@@ -73,7 +73,7 @@ def missing(page: str) -> Iterator[str]:
                 yield f"{name} in {file}"
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT / "docs")))
 def test_names_of_the_code_in_documents_exist(path: Path) -> None:
     page = " ".join(path.read_text().split())
     assert list(missing(page)) == [], "the document names code that is not there: correct it"

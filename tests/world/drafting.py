@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pdserve.memory.layout import pages_for
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.sim.network import Faults
-from pdserve.sim.node import RequestHalf, SimNode, monolith_halves, monolith_tokens
-from pdserve.sim.shape import Prompt, Shape
+from pdserve.sim.node import SimNode, monolith_halves, monolith_tokens
+from pdserve.sim.shape import Prompt, RequestHalf, Shape
 from pdserve.sim.world import World
 from tests.world import pressure
 from tests.world.pressure import MAX_NEW, MAX_PROMPT, pressured

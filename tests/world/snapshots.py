@@ -18,8 +18,7 @@ from collections import Counter
 
 import msgspec
 
-from pdserve.protocol.extraction import ExtractRequest, KVPart
-from pdserve.protocol.messages import GenerateRequest
+from pdserve.protocol.messages import ExtractRequest, GenerateRequest, KVPart
 from pdserve.protocol.snapshot import (
     KVIdentity,
     RequestSnapshot,
@@ -29,8 +28,8 @@ from pdserve.protocol.snapshot import (
     encode,
 )
 from pdserve.sim.network import Faults
-from pdserve.sim.node import SimNode, monolith_tokens, request
-from pdserve.sim.shape import Prompt, Shape
+from pdserve.sim.node import SimNode, monolith_tokens
+from pdserve.sim.shape import Prompt, Shape, request
 from pdserve.sim.world import World
 from tests.world.pressure import pressured
 from tests.world.workload import with_drafts, with_groups, with_states, workload

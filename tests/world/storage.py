@@ -18,8 +18,8 @@ from pdserve.config.tier_group import PrefetchPolicy
 from pdserve.protocol.messages import AbortRequest
 from pdserve.sim.cluster import Cluster, Layout
 from pdserve.sim.network import Faults, SimNet
-from pdserve.sim.node import SimNode, monolith_tokens, request
-from pdserve.sim.shape import Prompt, Shape
+from pdserve.sim.node import SimNode, monolith_tokens
+from pdserve.sim.shape import Prompt, Shape, request
 from tests.world.pressure import counts_of, pressured, run_pair
 from tests.world.workload import with_drafts
 

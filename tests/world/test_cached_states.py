@@ -20,8 +20,8 @@ from pdserve.memory.lease import GroupLease
 from pdserve.memory.prefix_cache import RadixTree
 from pdserve.sim.network import Faults, SimNet
 from pdserve.sim.node import SimNode
-from pdserve.sim.shape import Prompt, Shape
-from pdserve.sim.world import monolith_tokens, request
+from pdserve.sim.shape import Prompt, Shape, request
+from pdserve.sim.world import monolith_tokens
 from tests.share import rest_slow
 from tests.world import campaign, pressure
 from tests.world.pressure import pressured

@@ -17,8 +17,7 @@ from pdserve.memory.prefix_cache import SaltedTokens, salt_of
 from pdserve.scheduler.draft_length import RequestSpeculation
 from pdserve.scheduler.request import Req, Times
 from pdserve.scheduler.speculation import NgramDrafter
-from pdserve.sim.node import RequestHalf, request
-from pdserve.sim.shape import Prompt, Shape
+from pdserve.sim.shape import Prompt, RequestHalf, Shape, request
 from tests.world.pressure import FAULTS, assert_caught, pressured, run_alone, run_pair
 from tests.world.workload import with_salts, with_states
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from pdserve.executor.interface import HostPages
-from pdserve.protocol.extraction import ExtractReply, KVPart
+from pdserve.protocol.messages import ExtractReply, KVPart
 from pdserve.scheduler.context import SchedulerContext
 from pdserve.scheduler.request import Req
 from pdserve.scheduler.retracted_kv import RetractedKV

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
+from pdserve.errors import PdserveError
 from pdserve.sim.cluster import Cluster, Layout
 from pdserve.sim.network import Faults
 from pdserve.sim.node import SimNode, monolith_tokens
 from pdserve.sim.server import SimServer
 from pdserve.sim.shape import Prompt, Shape
-from tests.world.campaign import tally_of
+from tests.world import migration_bugs, tier_bugs
+from tests.world.campaign import play, tally_of
 
 Patch = pytest.MonkeyPatch
 MAX_SEEDS = 60

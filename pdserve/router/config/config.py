@@ -15,6 +15,7 @@ from pdserve.base.proof import MacKey
 from pdserve.errors import ConfigError
 from pdserve.http.access import Network, parse_networks
 from pdserve.http.credentials import Keys, check_keys, client_context, port_context, split_keys
+from pdserve.router.config.discovery import DiscoveryConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -282,6 +283,8 @@ class RouterConfig:
     tls: TlsConfig = TlsConfig()
     otlp_traces_endpoint: str | None = None
     """OTLP/HTTP collector of spans; None: requests are not traced."""
+    discovery: DiscoveryConfig | None = None
+    """Workers are also found through the Kubernetes API; None: they are not."""
 
     @property
     def roles(self) -> tuple[WorkerRole, ...]:
@@ -294,7 +297,7 @@ class RouterConfig:
             if spec.role not in self.roles:
                 raise ConfigError("--worker-urls cannot be combined with --prefill or --decode", field="worker_urls")
         missing = set(self.roles) - {spec.role for spec in self.workers}
-        if self.workers and missing:
+        if self.workers and missing and self.discovery is None:
             raise ConfigError("at least one --prefill and one --decode worker are needed", field="workers")
         urls = [spec.url for spec in self.workers]
         if len(set(urls)) != len(urls):

@@ -33,6 +33,7 @@ from pdserve.router.config.config import (
     parse_worker_url,
     prefill_spec,
 )
+from pdserve.router.config.discovery import add_discovery_flags, discovery_from
 
 KEYFILE_PASSWORD = "PDSERVE_SSL_KEYFILE_PASSWORD"
 DEFAULTS = RouterConfig(pd=True)
@@ -67,6 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="A router in front of prefill and decode servers, or in front of regular servers.",
     )
     _add_workers(parser.add_argument_group("workers"))
+    add_discovery_flags(parser.add_argument_group("Kubernetes service discovery"))
     _add_policies(parser.add_argument_group("policies"))
     _add_http(parser.add_argument_group("HTTP"))
     _add_limits(parser.add_argument_group("limits and the queue"))
@@ -224,13 +226,14 @@ def config_from(args: argparse.Namespace) -> RouterConfig:
         access_log=args.access_log,
         log_stats_interval_s=args.log_stats_interval,
         tls=_tls_of(args),
+        discovery=discovery_from(args),
     )
 
 
 def _specs(args: argparse.Namespace) -> tuple[WorkerSpec, ...]:
     if (args.prefill or args.decode) and not args.pd_disaggregation:
         raise ConfigError("--prefill and --decode need --pd-disaggregation", field="pd_disaggregation")
-    if not args.pd_disaggregation and args.worker_urls is None:
+    if not args.pd_disaggregation and args.worker_urls is None and not args.service_discovery:
         message = "name servers with --worker-urls URL ..., or with --pd-disaggregation --prefill URL --decode URL"
         raise ConfigError(message, field="worker_urls")
     specs = [prefill_spec(values) for values in args.prefill]
@@ -356,7 +359,6 @@ def _secret(given: str | None, variable: str) -> str | None:
 
 
 _ABSENT = "this router does not have this feature"
-_KUBERNETES = "list workers with --prefill and --decode, or add them with POST /workers"
 _TOKENIZER = "the workers tokenize text"
 _STORE = "answers are not stored"
 _AUTH = "use --api-key and --admin-api-key"
@@ -364,7 +366,6 @@ _AUTH = "use --api-key and --admin-api-key"
 UNSUPPORTED: dict[str, str] = {
     "assignment-mode": "--policy consistent_hashing keeps a conversation on its worker",
     "backend": "workers speak SGLang's protocol",
-    "bootstrap-port-annotation": _KUBERNETES,
     "chat-template": _TOKENIZER,
     "control-plane-api-keys": _AUTH,
     "control-plane-audit-enabled": _AUTH,
@@ -390,8 +391,6 @@ UNSUPPORTED: dict[str, str] = {
     "oracle-wallet-path": _STORE,
     "postgres-db-url": _STORE,
     "postgres-pool-max": _STORE,
-    "prefill-selector": _KUBERNETES,
-    "decode-selector": _KUBERNETES,
     "prometheus-duration-buckets": "the buckets are fixed",
     "prometheus-host": "metrics are at /metrics of the router's own port",
     "prometheus-port": "metrics are at /metrics of the router's own port",
@@ -400,10 +399,6 @@ UNSUPPORTED: dict[str, str] = {
     "redis-pool-max": _STORE,
     "redis-retention-days": _STORE,
     "redis-url": _STORE,
-    "selector": _KUBERNETES,
-    "service-discovery": _KUBERNETES,
-    "service-discovery-namespace": _KUBERNETES,
-    "service-discovery-port": _KUBERNETES,
     "tokenizer-cache-enable-l0": _TOKENIZER,
     "tokenizer-cache-enable-l1": _TOKENIZER,
     "tokenizer-cache-l0-max-entries": _TOKENIZER,

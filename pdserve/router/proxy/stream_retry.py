@@ -86,6 +86,7 @@ class StreamProgress:
         self._head: dict[str, Any] | None = None
         self._token_ids: list[int] = []
         self._cached_tokens = 0
+        self._cached_details: dict[str, int | None] | None = None
         self._logprobs: list[Any] = []
         self._tail: str | None = None
         self._passed_on = False
@@ -149,6 +150,8 @@ class StreamProgress:
             return self._body
         resume: dict[str, Any] = {} if attach is None else {"attach": attach}
         resume |= {"head": self._head, "token_ids": self._token_ids, "cached_tokens": self._cached_tokens}
+        if self._cached_details is not None:
+            resume["cached_details"] = self._cached_details
         if self._logprobs:
             resume["logprobs"] = self._logprobs
         return self._body | {RESUME_FIELD: resume}
@@ -161,6 +164,7 @@ class StreamProgress:
             self._token_ids += state.token_ids
             self._logprobs += state.logprobs or []
             self._cached_tokens, self._tail = state.cached_tokens, state.tail
+            self._cached_details = state.cached_details
         if self.failure is None and self._may_go_on and shown.startswith(_ERROR):
             self.failure = _retryable(shown)
             self._moved = None if self.failure is None or self.failure.code != MIGRATED else _moved(shown)

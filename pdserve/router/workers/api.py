@@ -211,6 +211,7 @@ def describe(worker: Worker, now: float) -> dict[str, Any]:
         "connection_mode": "HTTP",
         "metadata": dict(worker.facts),
         "draining": worker.draining,
+        "pod_ready": worker.pod_ready,
         "num_moving": worker.num_moving,
         "num_moved_away": worker.num_moved_away,
         "breaker": worker.breaker.state(now).value,

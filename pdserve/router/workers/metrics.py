@@ -91,6 +91,15 @@ class RouterMetrics:
         self.probes = Counter(
             "pdserve_router_pair_probes", "Probes of pairs: ok, failed, no_news", ["result"], registry=registry
         )
+        self.discovery_up = Gauge(
+            "pdserve_router_discovery_up",
+            "1 while the pods of a namespace are watched; empty: of all namespaces",
+            ["namespace"],
+            registry=registry,
+        )
+        self.discovery_failures = Counter(
+            "pdserve_router_discovery_failures", "Failed calls of the Kubernetes API", ["namespace"], registry=registry
+        )
         self._num_dispatched: dict[Worker, int] = {}
         """What `dispatched` counts of each worker."""
         self.breaker = Gauge(

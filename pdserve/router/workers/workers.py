@@ -3,6 +3,7 @@
 Each field of `Worker` has one writer:
 
     Registry    the set of workers; draining, leaving, forgotten
+    discovery   pod_ready
     health      healthy, ended, late_checks, good_checks, last_error, bootstrap_port, facts, report
     admission   inflight, breaker (`health` closes it for a new process)
     proxy       attempts, ended_bytes: `Attempt`, and `Dispatcher` for prefill's answers; num_sent; num_moving,
@@ -189,6 +190,8 @@ class Worker:
     """True: the worker is removed when its last request has ended."""
     forgotten: bool = False
     """True: the worker was removed from the registry; requests may still run there."""
+    pod_ready: bool = True
+    """False: Kubernetes reports that its pod is not ready; see `Registry.usable`."""
     inflight: int = 0
     num_moving: int = 0
     """Requests that move, or wait to move, to other workers."""
@@ -266,8 +269,12 @@ class Registry:
         return list(self._workers.values())
 
     def usable(self, role: WorkerRole) -> list[Worker]:
-        """Return the workers of a role that are healthy and not draining."""
-        return [worker for worker in self._workers.values() if worker.spec.role is role and worker.usable]
+        """Return the workers of a role that are healthy and not draining.
+
+        Workers whose pods are not ready are left out while another one remains.
+        """
+        found = [worker for worker in self._workers.values() if worker.spec.role is role and worker.usable]
+        return [worker for worker in found if worker.pod_ready] or found
 
     def find(self, name: str) -> Worker | None:
         """Return the worker with this id or URL; None if unknown."""
@@ -291,7 +298,8 @@ class Registry:
             return None
         asks = role is WorkerRole.PREFILL
         spec = dataclasses.replace(worker.spec, role=role, bootstrap_port=None, ask_bootstrap_port=asks)
-        moved = Worker(spec=spec, breaker=Breaker(self._breaker), bootstrap_port=None, id=worker.id, draining=draining)
+        moved = Worker(spec=spec, breaker=Breaker(self._breaker), bootstrap_port=None, id=worker.id)
+        moved.draining, moved.pod_ready = draining, worker.pod_ready
         return self._put(moved)
 
     def _put(self, worker: Worker) -> Worker:

@@ -21,17 +21,18 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 
 from pdserve.config.groups import LoadFailurePolicy
 from pdserve.errors import RequestError
 from pdserve.executor.interface import BatchPlan, SampledToken
 from pdserve.memory.slot_stamp import SlotStamp
+from pdserve.protocol.cached_tokens import CachedTokensDetails
 from pdserve.protocol.engine_state import WaitsFor
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import MigrationCommand, RequestTiming
 from pdserve.scheduler.batch_planner import BatchPlanner
-from pdserve.scheduler.context import SchedulerContext, group_leases, validate_fits
+from pdserve.scheduler.context import SchedulerContext, validate_fits
 from pdserve.scheduler.kv_checksum import KVChecksum
 from pdserve.scheduler.preemption import Preemption
 from pdserve.scheduler.request import Req, WaitingQueue
@@ -49,7 +50,7 @@ from pdserve.scheduler.roles.base import (
     received_timing,
 )
 from pdserve.scheduler.roles.migration import NO_ROOM, OutgoingMigrations
-from pdserve.scheduler.roles.prealloc import DecodeReservation, HostLoads, most_cached
+from pdserve.scheduler.roles.prealloc import DecodeMemory, DecodeReservation, HostLoads
 from pdserve.scheduler.step_log import DecodeStepLog
 from pdserve.transfer.manager import KVManager
 from pdserve.transfer.room import KVPoll
@@ -73,7 +74,8 @@ class DecodeRole(MixedBatchRole):
 
         `load_failure_policy`: see `--disaggregation-load-failure-policy`.
         """
-        self._loads = HostLoads(context, self._has_memory)
+        self._memory = DecodeMemory(context, self._held)
+        self._loads = HostLoads(context, self._memory.fits)
         self._retracted = ready.for_retracted()
         """Requests whose prompt or output is computed again here."""
         super().__init__(context, BatchPlanner(context, self._retracted, self._headroom_tokens), ready, step_log)
@@ -232,7 +234,7 @@ class DecodeRole(MixedBatchRole):
 
         Requests of other servers do not wait behind a first request that waits for the host tier or the store.
         """
-        reserve = DecodeReservation(self._context.limits.reserved_decode_tokens, self._held())
+        reserve = self._memory.to_keep_free()
         self._ready.refresh()
         if self._may_publish():
             self._loads.begin(self._ready)
@@ -264,22 +266,9 @@ class DecodeRole(MixedBatchRole):
             first = min(self._waiting.values(), key=ready.key)
             if victims := preemption.victims(first, lambda gone: True):
                 return victims
-        if not len(ready) or not self._may_publish() or self._loads.is_running(ready[0]) or self._has_memory(ready[0]):
+        if not len(ready) or not self._may_publish() or self._loads.is_running(ready[0]) or self._memory.fits(ready[0]):
             return []
-        return preemption.victims(ready[0], lambda gone: self._has_memory(ready[0], gone))
-
-    def _has_memory(self, req: Req, without: Sequence[Req] = ()) -> bool:
-        """True when `_publish` finds enough memory for `req`, once the requests `without` are retracted."""
-        memory, rids = self._context.memory, {other.rid for other in without}
-        after = memory.preview_release(other.lease for other in without if other.lease is not None)
-        if memory.groups.is_used and not memory.groups.fits(
-            max(req.max_len, req.num_input_tokens), decode_only=True, after=group_leases(without)
-        ):
-            return False
-        num_remaining = memory.num_available + after.num_pages - memory.num_pages(req.num_input_tokens)
-        held = (other for other in self._held() if other.rid not in rids)
-        reserve = DecodeReservation(self._context.limits.reserved_decode_tokens, held)
-        return memory.aux.num_free > 0 and memory.layout.tokens_in(num_remaining) >= reserve.tokens
+        return preemption.victims(ready[0], lambda gone: self._memory.fits(ready[0], gone))
 
     def _end_the_overdue(self) -> None:
         """End requests that wait too long for memory. The transfer manager ends requests without a session at the same
@@ -333,25 +322,11 @@ class DecodeRole(MixedBatchRole):
 
     def _publish(self, req: Req, reserve: DecodeReservation) -> bool:
         """Reserve memory for the request and publish its pages to prefill; False when too little memory is free."""
+        lease_and_aux = self._memory.reserve(req, reserve)
+        if lease_and_aux is None:
+            return False
+        req.lease, req.aux = lease, aux = lease_and_aux
         memory = self._context.memory
-        num_remaining = memory.num_available - memory.num_pages(req.num_input_tokens)
-        if memory.aux.num_free == 0 or memory.layout.tokens_in(num_remaining) < reserve.tokens:
-            return False
-        prompt = req.token_bytes(req.num_input_tokens)
-        lease = memory.reserve_tokens(
-            req.num_input_tokens,
-            req.rid,
-            prompt,
-            most_cached(memory.layout, req),
-            max_len=req.max_len,
-            decode_only=True,
-            needs_state=False,
-        )
-        if lease is None:
-            return False
-        aux = memory.aux.reserve(1, req.rid)
-        assert aux is not None, "a slot was free"
-        req.lease, req.aux = lease, aux
         self._context.cover_window(req, req.num_input_tokens, req.num_input_tokens)
         assert req.receiver is not None
         req.times.published = self._context.clock.now()
@@ -392,8 +367,10 @@ class DecodeRole(MixedBatchRole):
         self._close(req)
         req.computed = req.planned = req.num_input_tokens
         req.num_cached = min(req.num_cached, req.num_prompt)
-        if record.cached_tokens > req.num_cached:
-            req.num_cached, req.cached_details = record.cached_tokens, None
+        if record.cached_tokens > req.num_cached or (req.cached_details is None and not req.num_cached):
+            req.num_cached, req.cached_details = record.cached_tokens, record.cached_details
+            if record.cached_details is None and self._context.tier is not None:
+                req.cached_details = CachedTokensDetails(device=record.cached_tokens, host=0)
         self._context.cache(req)
         token = SampledToken(record.first_token, record.logprob, record.top, self._take_logprobs(req))
         finish = self._context.append(req, token)
@@ -430,8 +407,7 @@ class DecodeRole(MixedBatchRole):
 
     def _headroom_tokens(self, req: Req, without: Collection[str]) -> float:
         """See `Headroom`. Also leaves the memory that a more urgent request without memory needs."""
-        held = (other for other in self._held() if other.rid not in without) if without else self._held()
-        tokens = DecodeReservation(self._context.limits.reserved_decode_tokens, held).tokens
+        tokens = self._memory.to_keep_free(without).tokens
         return tokens + (self._ready[0].num_input_tokens if self._is_before_retracted(req) else 0)
 
     def _held(self) -> Iterator[Req]:

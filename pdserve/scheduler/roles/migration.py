@@ -297,6 +297,7 @@ class OutgoingMigrations:
             attempt=0,
             first_token=req.output_ids[-1],
             cached_tokens=req.num_cached,
+            cached_details=req.cached_details,
             draft_hidden=hidden,
         )
         move.phase = MovePhase.SENDING

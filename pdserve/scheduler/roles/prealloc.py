@@ -1,11 +1,12 @@
-"""What decode does before it publishes a request's pages: memory stays free, and the host tier gives prefixes."""
+"""What decode does before it publishes a request's pages: it reserves memory, and the host tier gives prefixes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from pdserve.memory.layout import KVLayout
-from pdserve.scheduler.context import SchedulerContext
+from pdserve.memory.lease import Lease
+from pdserve.scheduler.context import SchedulerContext, group_leases
 from pdserve.scheduler.request import Req, WaitingQueue
 
 LOAD_AHEAD = 8
@@ -79,3 +80,51 @@ class DecodeReservation:
     def tokens(self) -> int:
         """Token slots to keep free."""
         return max(self._growth, self._largest - self._occupied)
+
+
+class DecodeMemory:
+    """Finds and reserves the memory of requests whose KV will arrive.
+
+    `held` returns the requests that hold memory and will need more.
+    """
+
+    def __init__(self, context: SchedulerContext, held: Callable[[], Iterable[Req]]) -> None:
+        self._context, self._held = context, held
+
+    def to_keep_free(self, without: Collection[str] = ()) -> DecodeReservation:
+        """Return what a new request must leave free, once the requests with the rids `without` are retracted."""
+        held = (req for req in self._held() if req.rid not in without)
+        return DecodeReservation(self._context.limits.reserved_decode_tokens, held)
+
+    def fits(self, req: Req, without: Sequence[Req] = ()) -> bool:
+        """True when `reserve` finds enough memory for `req`, once the requests `without` are retracted."""
+        memory = self._context.memory
+        after = memory.preview_release(other.lease for other in without if other.lease is not None)
+        if memory.groups.is_used and not memory.groups.fits(
+            max(req.max_len, req.num_input_tokens), decode_only=True, after=group_leases(without)
+        ):
+            return False
+        num_remaining = memory.num_available + after.num_pages - memory.num_pages(req.num_input_tokens)
+        reserve = self.to_keep_free({other.rid for other in without})
+        return memory.aux.num_free > 0 and memory.layout.tokens_in(num_remaining) >= reserve.tokens
+
+    def reserve(self, req: Req, reserve: DecodeReservation) -> tuple[Lease, Lease] | None:
+        """Return leases of pages for the input of `req` and of an aux slot; None when too little memory is free."""
+        memory = self._context.memory
+        num_remaining = memory.num_available - memory.num_pages(req.num_input_tokens)
+        if memory.aux.num_free == 0 or memory.layout.tokens_in(num_remaining) < reserve.tokens:
+            return None
+        lease = memory.reserve_tokens(
+            req.num_input_tokens,
+            req.rid,
+            req.token_bytes(req.num_input_tokens),
+            most_cached(memory.layout, req),
+            max_len=req.max_len,
+            decode_only=True,
+            needs_state=False,
+        )
+        if lease is None:
+            return None
+        aux = memory.aux.reserve(1, req.rid)
+        assert aux is not None, "a slot was free"
+        return lease, aux

@@ -220,6 +220,7 @@ class PrefillRole(BaseRole):
             attempt=0,
             first_token=token.token_id,
             cached_tokens=req.num_cached,
+            cached_details=req.cached_details,
             logprob=token.logprob,
             top=token.top,
         )

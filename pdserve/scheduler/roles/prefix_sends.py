@@ -72,12 +72,19 @@ class PrefixSends:
         return [_owner(room) for room in self._by_room]
 
     def begin(self, command: SendPrefix, req: Req | None) -> None:
-        """Offer a prefix. `req`: the running request of the command's rid; None: `command.prompt` names it."""
+        """Offer a prefix, or count its tokens.
+
+        `req`: the running request of the command's rid; None: `command.prompt` names it.
+        """
         if not self._enabled:
             self._refuse(command, "prefixes of this model do not move", code="no_prefix")
             return
         try:
             prompt = req or self._cached(command)
+            if command.count_only:
+                payload = msgspec.msgpack.encode(self._context.memory.layout.round_down(prompt.computed))
+                self._reply(CommandReply(query_id=command.query_id, ok=True, message="ok", payload=payload))
+                return
             self._offer(command, prompt, req)
         except RequestError as error:
             failure = Failure.from_error(error)

@@ -21,18 +21,17 @@ import msgspec
 from pdserve.errors import EngineDeadError, PdserveError, ProtocolError, RequestError
 from pdserve.observe.metrics import RequestListener, RequestMetrics
 from pdserve.protocol.channel import ApiChannel
-from pdserve.protocol.engine_state import EngineState
-from pdserve.protocol.extraction import ExtractReply, KVPart
+from pdserve.protocol.engine_state import EngineReady, EngineState, SchedulerHeartbeat
 from pdserve.protocol.failure import ABORTED_STATUS, CLIENT_ABORT, MIGRATED, Failure
 from pdserve.protocol.messages import (
     AbortRequest,
     Command,
     CommandReply,
     EngineCoreOutput,
-    EngineReady,
+    ExtractReply,
     GenerateRequest,
+    KVPart,
     OutputBatch,
-    SchedulerHeartbeat,
     StateReply,
     SwitchRole,
     ToApi,

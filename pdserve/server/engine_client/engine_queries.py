@@ -15,15 +15,15 @@ from collections.abc import Callable, Sequence
 from pdserve.base import process_use, startup_times
 from pdserve.errors import EngineDeadError, RequestError
 from pdserve.protocol.channel import ApiChannel
-from pdserve.protocol.engine_state import EngineState
-from pdserve.protocol.extraction import ExtractReply, ExtractRequest, KVPart
+from pdserve.protocol.engine_state import EngineReady, EngineState, SchedulerHeartbeat
 from pdserve.protocol.messages import (
     Command,
     CommandReply,
     ContinueGeneration,
-    EngineReady,
+    ExtractReply,
+    ExtractRequest,
+    KVPart,
     PauseGeneration,
-    SchedulerHeartbeat,
     StateQuery,
     StateReply,
     SwitchRole,

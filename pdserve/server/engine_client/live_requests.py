@@ -19,9 +19,15 @@ from pdserve.config.groups import ServerConfig
 from pdserve.config.resolve import MAX_RUNNING_REQUESTS
 from pdserve.errors import RequestError
 from pdserve.observe.metrics import RequestListener, RequestMetrics, RequestRecord
-from pdserve.protocol.extraction import KVPart
 from pdserve.protocol.logprobs import PromptLogprobs
-from pdserve.protocol.messages import FAKE_BOOTSTRAP_HOST, EngineCoreOutput, GenerateRequest, RoomAddress, TokenLogprob
+from pdserve.protocol.messages import (
+    FAKE_BOOTSTRAP_HOST,
+    EngineCoreOutput,
+    GenerateRequest,
+    KVPart,
+    RoomAddress,
+    TokenLogprob,
+)
 from pdserve.server.generation import Generation, GenerationUpdate, HeldUpdates
 from pdserve.server.http.middleware import HttpCall
 from pdserve.server.text.detokenizer import Detokenizer
@@ -380,7 +386,7 @@ class RequestStatsRecorder:
         record.ttft_s = now - record.arrived_s
         record.cached_tokens = output.cached_tokens
         self._metrics.first_token(record)
-        self._metrics.prompt_done(record, output.prompt_tokens, output.cached_tokens)
+        self._metrics.prompt_done(record, output.prompt_tokens, output.cached_tokens, output.cached_details)
 
     def ended(self, record: RequestRecord, outcome: str) -> None:
         """Record the end of a sequence; the last call for it. `outcome` is its finish reason."""

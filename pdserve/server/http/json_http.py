@@ -7,6 +7,7 @@ disconnect cancels the work at once, even while nothing is being sent.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
 import re
@@ -248,12 +249,12 @@ async def collect(generation: Generation, count: int, before: GenerationUpdate |
     if before is not None:
         assert count == 1
         whole = [before]
-    cached_tokens = whole[0].cached_tokens
+    first = dataclasses.replace(whole[0])
     async with generation:
         async for update in generation:
             whole[update.index].absorb(update)
     if before is not None and before.token_ids:
-        before.cached_tokens = cached_tokens
+        before.take_cached(first)
     return whole
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import functools
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -15,6 +16,7 @@ from fastapi.responses import Response
 
 from pdserve.errors import RequestError
 from pdserve.observe.speculation import request_fields
+from pdserve.protocol.cached_tokens import CachedTokensDetails
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.protocol.messages import FinishReason
 from pdserve.server.context import ServerContext
@@ -166,7 +168,7 @@ class OpenAICall(abc.ABC):
             {"index": i, **self.choice(u), **self.finish_fields(u.index, u.finish), **self._prompt_token_ids(u.index)}
             for i, u in enumerate(self.chosen(updates))
         ]
-        extra = {"pdserve": timing_fields(updates)} if self.body.return_meta_info else {}
+        extra = self._extra(updates) | self._sglext(updates)
         if self.prompt_logprobs_of_body:
             extra |= self.prompt_logprobs(0)
         metadata = {"weight_version": self.context.config.model.weight_version}
@@ -192,6 +194,7 @@ class OpenAICall(abc.ABC):
 
     async def _events(self, request: Request, generation: Generation) -> AsyncGenerator[bytes, None]:
         seen = self._seen_elsewhere(generation)
+        earlier = None if self._resume is None or not self._resume.token_ids else self._resume.update("")
         states = StreamStates(request, self._head, num_sequences=len(self.states))
         self.states[0].has_resume_state = states.wanted
         async with generation:
@@ -205,8 +208,8 @@ class OpenAICall(abc.ABC):
                     if opening is not None:
                         for data in states.with_state(None, [self._chunk(update.index, opening, self._running(seen))]):
                             yield data
-                if self._resume is not None and self._resume.token_ids:
-                    update.cached_tokens = self._resume.cached_tokens
+                if earlier is not None:
+                    update.take_cached(earlier)
                 _count(seen[update.index], update)
                 for data in states.with_state(update, list(self._chunks(update, seen))):
                     yield data
@@ -248,6 +251,9 @@ class OpenAICall(abc.ABC):
         if chunk_fields is None or not ends_here:
             chunk_fields = self.delta(GenerationUpdate(update.index))
         yield self._chunk(update.index, chunk_fields, {**self._running(seen), **extra}, update.finish)
+        sglext = self._sglext(done) if last else {}
+        if sglext:
+            yield event({**self._head, "object": self.chunk_name, "choices": [], **sglext})
         if last and self._wants_usage:
             body = {**self._head, "object": self.chunk_name, "choices": [], "usage": self._usage(done)}
             yield event({**body, **self._extra(done)})
@@ -273,6 +279,15 @@ class OpenAICall(abc.ABC):
     def _extra(self, updates: list[GenerationUpdate]) -> dict[str, Any]:
         return {"pdserve": timing_fields(updates)} if self.body.return_meta_info else {}
 
+    def _sglext(self, updates: Sequence[GenerationUpdate]) -> dict[str, Any]:
+        """Build SGLang's `sglext` with the sources of the cached tokens of all prompts, if the body requests it."""
+        if not self.body.return_cached_tokens_details:
+            return {}
+        parts = [update.cached_by_source for update in updates if update.index % self.n == 0]
+        total = functools.reduce(CachedTokensDetails.plus, parts)
+        backend = self.context.config.storage.hicache_storage_backend
+        return {"sglext": {"cached_tokens_details": total.shown(backend)}}
+
     @property
     def _resume(self) -> Resume | None:
         """The output before this try; None: there is none."""
@@ -288,7 +303,7 @@ class OpenAICall(abc.ABC):
 def _count(total: GenerationUpdate, update: GenerationUpdate) -> None:
     """Add to `total` the fields of `update` that `usage` needs, without its text."""
     total.token_ids += update.token_ids
-    total.cached_tokens = update.cached_tokens
+    total.take_cached(update)
     total.finish = update.finish
     total.timing = update.timing
     total.speculation = update.speculation

@@ -23,7 +23,7 @@ from pdserve.config.groups import GrammarConfig
 from pdserve.errors import GrammarError, RequestError
 from pdserve.grammar.compile import MAX_CHARS, JsonRules
 from pdserve.grammar.compile_jobs import Check, CheckGrammar, CheckPattern, CompileResult
-from pdserve.protocol.messages import EngineReady
+from pdserve.protocol.engine_state import EngineReady
 from pdserve.protocol.sampling import Grammar, GrammarKind
 from pdserve.server.http.middleware import current_call
 from pdserve.server.request.compile_pool import CompilePool, Compiler

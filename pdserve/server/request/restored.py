@@ -16,7 +16,7 @@ import orjson
 
 from pdserve.errors import RequestError
 from pdserve.http.access import CHAT_PATH, COMPLETIONS_PATH, GENERATE_PATH
-from pdserve.protocol.messages import EngineReady
+from pdserve.protocol.engine_state import EngineReady
 from pdserve.protocol.sampling import BODY_DEFAULTS
 from pdserve.protocol.snapshot import KVIdentity, RequestSnapshot
 from pdserve.server.engine_client.live_requests import RequestState
@@ -133,7 +133,8 @@ class RestoredRequest:
         snapshot, origin = self.snapshot, self.snapshot.origin
         stream_id = None if origin is None else origin.stream_id
         head = StreamHead(stream_id or snapshot.rid, None if origin is None else origin.created)
-        return Resume(head, snapshot.output_ids, snapshot.cached_tokens, snapshot.output_logprobs)
+        cached, details = snapshot.cached_tokens, snapshot.cached_details
+        return Resume(head, snapshot.output_ids, cached, snapshot.output_logprobs, cached_details=details)
 
     def head(self) -> dict[str, Any]:
         """Return the fields that the events of the stream so far had in common; empty if it had none."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from pdserve.config.groups import DisaggMode
 from pdserve.errors import RequestError
-from pdserve.protocol.messages import EngineReady
+from pdserve.protocol.engine_state import EngineReady
 from pdserve.protocol.sampling import BODY_DEFAULTS, TOP_K_ALL, CoreSamplingParams, Grammar, validate_sampling
 from pdserve.server.request.schemas import (
     CONSTRAINTS,

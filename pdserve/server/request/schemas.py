@@ -151,6 +151,7 @@ class OpenAIBody(ConstraintFields):
     prompt_logprobs: int | None = None
     return_meta_info: bool | None = None
     return_prompt_token_ids: bool | None = None
+    return_cached_tokens_details: bool | None = None
     rid: Names = None
     priority: Priority | None = None
     data_parallel_rank: int | None = None
@@ -299,7 +300,10 @@ class MigrateBody(msgspec.Struct):
 
 
 class ReplicateBody(msgspec.Struct):
-    """`POST /replicate`. `to`: base URL of the other server. The other fields are those of a request."""
+    """`POST /replicate`. `to`: base URL of the other server; None: the answer only says how long the prefix is.
+
+    The other fields are those of a request.
+    """
 
     to: str | None = None
     text: str | None = None

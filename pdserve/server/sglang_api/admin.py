@@ -13,6 +13,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 import pdserve
+from pdserve.base.host_facts import host_facts
 from pdserve.base.process_use import own_processes
 from pdserve.config.access_group import shown
 from pdserve.errors import RequestError
@@ -168,7 +169,7 @@ def _port(endpoint: str) -> int | None:
 
 
 async def server_info(context: ServerContext, _: Request) -> Response:
-    """Return all flags, model info, engine facts, and the scheduler's present counts after a self-audit."""
+    """Return all flags, model info, facts of engine and host, and the scheduler's present counts after a self-audit."""
     ready = context.client.ready
     state = await context.client.state(STATE_TIMEOUT_S, audit=True)
     body = {
@@ -180,6 +181,7 @@ async def server_info(context: ServerContext, _: Request) -> Response:
         "replica_health": replica_health(context),
         "engine_facts": ready.facts if ready else {},
         "processes": {name: dataclasses.asdict(use) for name, use in own_processes().items()},
+        "host_facts": dataclasses.asdict(host_facts()),
         "status": "ready" if ready else "not_ready",
         "control_token_id": context.control_token_id,
         "version": pdserve.__version__,

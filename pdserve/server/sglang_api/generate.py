@@ -19,7 +19,7 @@ from pdserve.errors import RequestError
 from pdserve.http.access import GENERATE_PATH
 from pdserve.observe.speculation import request_fields
 from pdserve.protocol.logprobs import Logprobs
-from pdserve.protocol.messages import CachedTokensDetails, GenerateRequest
+from pdserve.protocol.messages import GenerateRequest
 from pdserve.protocol.sampling import Grammar
 from pdserve.server.context import ServerContext
 from pdserve.server.engine_client.live_requests import RequestOrigin, RequestState
@@ -166,7 +166,7 @@ class GenerateCall:
             async for update in generation:
                 total = totals[update.index]
                 if before is not None and before.token_ids:
-                    update.cached_tokens, update.cached_details = before.cached_tokens, None
+                    update.take_cached(before)
                 total.absorb(update)
                 if not update.token_ids and update.finish is None:
                     continue  # only a part of the prompt's log probabilities
@@ -212,7 +212,8 @@ class GenerateCall:
             "timing": msgspec.to_builtins(total.timing) if total.timing is not None else {},
         }
         if total.cached_details is not None:
-            meta["cached_tokens_details"] = self._cached_details(total.cached_details)
+            backend = self.context.config.storage.hicache_storage_backend
+            meta["cached_tokens_details"] = total.cached_details.shown(backend)
         meta |= request_fields(total.speculation)
         if request.logprobs is not None:
             meta |= input_logprobs | self._format(request.logprobs).output(shown, request.logprobs.token_ids)
@@ -220,14 +221,6 @@ class GenerateCall:
         if self.body.return_prompt_token_ids:
             result["prompt_token_ids"] = request.input_ids
         return result
-
-    def _cached_details(self, details: CachedTokensDetails) -> dict[str, Any]:
-        """Return `cached_tokens_details` with SGLang's names; the last two only with a store."""
-        shown: dict[str, Any] = {"device": details.device, "host": details.host}
-        if details.storage is not None:
-            backend = self.context.config.storage.hicache_storage_backend
-            shown |= {"storage": details.storage, "storage_backend": backend}
-        return shown
 
 
 def _finish(update: GenerationUpdate) -> dict[str, Any] | None:

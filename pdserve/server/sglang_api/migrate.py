@@ -78,10 +78,13 @@ class Migrations:
         return json_response({"success": True, "rid": body.rid, "to": str(url), **await asyncio.shield(task)})
 
     async def replicate(self, request: Request) -> Response:
-        """`POST /replicate`: send the cached prefix of a prompt to another server, whose prefix cache then has it."""
+        """`POST /replicate`: send the cached prefix of a prompt to another server, whose prefix cache then has it.
+
+        Without `to` it answers with the length of the prefix in tokens.
+        """
         context = self._context
         body = convert(await read_json_object(request, context.max_body_bytes), ReplicateBody)
-        url = base_url(body.to)
+        url = None if body.to is None else base_url(body.to)
         if context.config.parallel.dp_size > 1 or context.mode != "decode":
             message = "only decode servers with one replica send prefixes"
             raise RequestError(message, field="dp_size", status=409, code="not_migratable")
@@ -96,6 +99,8 @@ class Migrations:
         prompt = GenerateRequest(
             rid=rid, input_ids=tokens, sampling=sampling, lora=body.lora_path, cache_salt=body.cache_salt or ""
         )
+        if url is None:
+            return json_response({"success": True, "to": None, "num_tokens": await self._count_prefix(rid, prompt)})
         num_tokens = await self._send_prefix(rid, url, 0, prompt)
         if num_tokens is None:
             message = f"{field}: this server has no cached pages of it, or the other one has no prefix cache"
@@ -177,6 +182,13 @@ class Migrations:
                 return number
             after = num_tokens
         return MAX_STAGES
+
+    async def _count_prefix(self, rid: str, prompt: GenerateRequest) -> int:
+        """Return the tokens of a prompt that the prefix cache has; 0 where prefixes of the model do not move."""
+        reply = await self._context.client.command(
+            lambda i: SendPrefix(query_id=i, rid=rid, room=0, prompt=prompt, count_only=True), COMMAND_TIMEOUT_S
+        )
+        return msgspec.msgpack.decode(reply.payload, type=int) if reply.ok else 0
 
     async def _send_prefix(self, rid: str, url: URL, after: int, prompt: GenerateRequest | None = None) -> int | None:
         """Send a prefix to the server at `url`; returns its tokens, None when there is nothing to send, or no cache.

@@ -125,6 +125,7 @@ def _snapshot_of(context: ServerContext, state: RequestState, extracted: Extract
         cache_salt=request.cache_salt,
         priority=request.priority,
         cached_tokens=reply.cached_tokens,
+        cached_details=reply.cached_details,
         created_s=time.time(),
         origin=_origin_of(state),
         kv=kv,

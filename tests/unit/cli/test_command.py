@@ -62,7 +62,7 @@ def test_flags_without_a_command_are_those_of_pair(
     ("words", "told"),
     [
         ("serv m", "there is no command 'serv'; did you mean `pdserve serve`?"),
-        ("xyzzy", "there is no command 'xyzzy'; there is pair, serve, router, chat, env, completion"),
+        ("xyzzy", "there is no command 'xyzzy'; there is " + ", ".join(COMMANDS)),
         ("--verison", "--verison: a command comes first, such as `pdserve pair smollm2`; see `pdserve --help`"),
         ("serve", "give the model first, such as `pdserve serve smollm2`"),
         ("pair --prefill 2", "give the model first, such as `pdserve pair smollm2`"),

@@ -14,6 +14,7 @@ from pdserve.config.groups import DisaggMode
 from pdserve.config.schedule_group import MIN_PRIORITY, ScheduleConfig
 from pdserve.observe.engine_metrics import MAX_PEERS, pages_by_state
 from pdserve.observe.metrics import TTFT_PARTS, RequestRecord, ServerMetrics
+from pdserve.protocol.cached_tokens import CachedTokensDetails
 from pdserve.protocol.engine_state import EngineState, Flow, PeerLoad
 from pdserve.protocol.messages import FinishReason, GenerateRequest
 from pdserve.protocol.replicas import merge_states
@@ -147,6 +148,24 @@ async def test_a_prompt_that_is_read_alone_is_counted_once(
         assert value(samples, "sglang:inter_token_latency_seconds_count") == 0
         (told,) = (await b.http.get("/observe")).json()["requests"]
         assert told["cached_tokens"] == 6 and sum(told["ttft_parts"].values()) == pytest.approx(told["ttft_s"])
+
+
+@pytest.mark.parametrize(("backend", "label"), [("file", "storage_file"), (None, "storage_unknown")])
+def test_cached_tokens_have_a_sample_for_each_source(backend: str | None, label: str) -> None:
+    metrics = ServerMetrics("m", "decode", storage_backend=backend)
+    request = GenerateRequest(rid="r", input_ids=[1], sampling=CoreSamplingParams())
+    record = RequestRecord(request=request, name="r", path="/generate")
+
+    def cached() -> dict[str, float]:
+        samples = read(metrics.render(state()).decode())
+        found = {labels: number for (name, labels), number in samples.items() if name == "sglang:cached_tokens_total"}
+        return {dict(labels)["cache_source"]: number for labels, number in found.items()}
+
+    metrics.prompt_done(record, 100, 30)
+    assert cached() == {"device": 30}, "as without a host tier"
+    metrics.prompt_done(record, 100, 50, CachedTokensDetails(device=5, host=15, storage=30))
+    metrics.prompt_done(record, 100, 7, CachedTokensDetails(device=0, host=7, storage=0))
+    assert cached() == {"device": 35, "host": 22, label: 30}, "the sum is that of all cached tokens"
 
 
 async def test_a_prompt_that_is_given_up_has_no_first_token(tokenizer: Tokenizer) -> None:

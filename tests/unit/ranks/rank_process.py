@@ -18,8 +18,15 @@ from pdserve.engine.build import run_scheduler
 from pdserve.engine.build_follower import run_follower
 from pdserve.engine.build_transfer import ReplicaId
 from pdserve.errors import ConfigError, ModelError
+from pdserve.protocol.engine_state import SchedulerHeartbeat
 from pdserve.protocol.logprobs import Logprobs
-from pdserve.protocol.messages import GenerateRequest, OutputBatch, SchedulerHeartbeat, Shutdown, ToApi, ToScheduler
+from pdserve.protocol.messages import (
+    GenerateRequest,
+    OutputBatch,
+    Shutdown,
+    ToApi,
+    ToScheduler,
+)
 from pdserve.protocol.sampling import CoreSamplingParams
 from tests.driver import random_prompt
 

@@ -22,7 +22,14 @@ from pdserve.engine.build_transfer import ReplicaId
 from pdserve.errors import ConfigError
 from pdserve.executor.factory import LoadedEngine
 from pdserve.model.parallel import Parallel
-from pdserve.protocol.messages import CommandReply, EngineReady, OutputBatch, Shutdown, SwitchRole, ToApi
+from pdserve.protocol.engine_state import EngineReady
+from pdserve.protocol.messages import (
+    CommandReply,
+    OutputBatch,
+    Shutdown,
+    SwitchRole,
+    ToApi,
+)
 from tests.unit.ranks.rank_process import REQUESTS, TOKEN, Client, server_config
 
 ROLES: tuple[DisaggMode, ...] = ("prefill", "prefill", "decode", "null")

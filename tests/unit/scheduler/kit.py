@@ -12,13 +12,14 @@ from pdserve.memory.kv_memory import KVMemory, PageTable
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.messages import EngineCoreOutput, FinishReason, GenerateRequest, OutputBatch, ToApi
 from pdserve.protocol.sampling import CoreSamplingParams
-from pdserve.scheduler.context import Outbox, SchedulerContext, StepLimits
+from pdserve.scheduler.context import SchedulerContext, StepLimits
 from pdserve.scheduler.kv_checksum import WriteLine
-from pdserve.scheduler.load_report import LoadReporter
+from pdserve.scheduler.outbox import Outbox
 from pdserve.scheduler.request import PriorityRules, WaitingQueue
 from pdserve.scheduler.roles.monolith import MonolithRole
 from pdserve.scheduler.scheduler import Event, Scheduler
 from pdserve.scheduler.speculation import Speculation
+from pdserve.scheduler.state_report import LoadReporter
 from pdserve.scheduler.step_log import DecodeStepLog
 from pdserve.sim.hash_lm import HashExecutor, hash_layout
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from pdserve.executor.profiling import Profiler
-from pdserve.protocol.extraction import KVPart
 from pdserve.protocol.messages import (
     CommandReply,
     ContinueGeneration,
     DeclarePeerDead,
     FlushCache,
     GenerateRequest,
+    KVPart,
     OutputBatch,
     PauseGeneration,
     RoomAddress,

@@ -9,7 +9,8 @@ from pdserve.base.clock import MonotonicClock
 from pdserve.memory.kv_memory import KVMemory, PageTable
 from pdserve.protocol.messages import AbortRequest, GenerateRequest, RoomAddress
 from pdserve.protocol.sampling import CoreSamplingParams
-from pdserve.scheduler.context import Outbox, SchedulerContext, StepLimits
+from pdserve.scheduler.context import SchedulerContext, StepLimits
+from pdserve.scheduler.outbox import Outbox
 from pdserve.scheduler.request import WaitingQueue
 from pdserve.scheduler.roles.decode import DecodeRole
 from pdserve.scheduler.roles.prefill import PrefillRole

@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.protocol.messages import AbortRequest, FinishReason, GenerateRequest
 from pdserve.protocol.sampling import CoreSamplingParams
-from pdserve.scheduler.context import REQUEST_LOGGER, Outbox
+from pdserve.scheduler.outbox import REQUEST_LOGGER, Outbox
 from tests.unit.scheduler.kit import Mono
 
 REQUEST = GenerateRequest(

@@ -11,8 +11,8 @@ import pytest
 from pdserve.base.clock import ManualClock
 from pdserve.executor.interface import BatchPlan, BatchRow, StepHandle
 from pdserve.sim.network import Faults, SimNet
-from pdserve.sim.node import SimNode, monolith_tokens, request
-from pdserve.sim.shape import Prompt, Shape
+from pdserve.sim.node import SimNode, monolith_tokens
+from pdserve.sim.shape import Prompt, Shape, request
 
 GRID = 64
 

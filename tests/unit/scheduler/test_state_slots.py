@@ -13,8 +13,8 @@ from pdserve.memory.lease import Lease
 from pdserve.protocol.messages import RoomAddress
 from pdserve.sim.network import Faults, SimNet
 from pdserve.sim.node import SimNode
-from pdserve.sim.shape import Prompt, Shape
-from pdserve.sim.world import World, monolith_tokens, request
+from pdserve.sim.shape import Prompt, Shape, request
+from pdserve.sim.world import World, monolith_tokens
 
 SHAPE = Shape(page_tokens=4, num_pages=24, num_aux=6, chunk_tokens=4, window=3, num_window_pages=16, num_slots=1)
 CACHED = dataclasses.replace(SHAPE, window=0, has_state=True)

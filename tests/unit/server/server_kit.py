@@ -33,9 +33,9 @@ from pdserve.grammar.compile import JsonRules
 from pdserve.grammar.compile_jobs import Check, CompileResult, compile_one
 from pdserve.grammar.vocabulary import Vocabulary
 from pdserve.observe.metrics import ServerMetrics
+from pdserve.protocol.cached_tokens import CachedTokensDetails
 from pdserve.protocol.channel import MemoryApiChannel, memory_channel_pair
-from pdserve.protocol.engine_state import EngineState, PeerLoad, WaitsFor
-from pdserve.protocol.extraction import ExtractReply, ExtractRequest, KVPart
+from pdserve.protocol.engine_state import EngineReady, EngineState, PeerLoad, WaitsFor
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.messages import (
@@ -47,10 +47,12 @@ from pdserve.protocol.messages import (
     DeclarePeerDead,
     EndMigration,
     EngineCoreOutput,
-    EngineReady,
+    ExtractReply,
+    ExtractRequest,
     FinishReason,
     FlushCache,
     GenerateRequest,
+    KVPart,
     LoadLora,
     MigrateOut,
     MigrationCommand,
@@ -148,6 +150,7 @@ class ScriptedScheduler:
         self.busy = False
         self.num_flushes = 0
         self.cached: Callable[[GenerateRequest], int] = lambda request: 3
+        self.cached_details: Callable[[GenerateRequest], CachedTokensDetails | None] = lambda request: None
         self.tokens_per_output = 1
         self.peers: list[PeerLoad] = []
         self.probe_waits_for: WaitsFor = "peer"
@@ -369,6 +372,7 @@ class ScriptedScheduler:
             finish=finish,
             prompt_tokens=len(request.input_ids),
             cached_tokens=self.cached(request),
+            cached_details=self.cached_details(request),
             timing=timing,
             speculation=None if finish is None else self.speculation,
         )

@@ -18,7 +18,7 @@ from pdserve.errors import RequestError
 from pdserve.grammar import compile_jobs
 from pdserve.grammar.compile import JsonRules
 from pdserve.grammar.compile_jobs import Check, CheckGrammar, CheckPattern, CompileResult, compile_one
-from pdserve.protocol.messages import EngineReady
+from pdserve.protocol.engine_state import EngineReady
 from pdserve.protocol.sampling import Grammar
 from pdserve.server.request import compile_pool
 from pdserve.server.request.compile_pool import GONE, CompilePool, FairQueue, QueuedCheck

@@ -9,8 +9,7 @@ import pytest
 
 from pdserve.base.clock import ManualClock
 from pdserve.config.groups import DisaggMode
-from pdserve.protocol.engine_state import PeerLoad
-from pdserve.protocol.messages import SchedulerHeartbeat
+from pdserve.protocol.engine_state import PeerLoad, SchedulerHeartbeat
 from pdserve.scheduler.loop_times import Heartbeat
 from pdserve.server.engine_client import engine_queries
 from pdserve.server.sglang_api import health

@@ -80,6 +80,9 @@ def moves(request: GenerateRequest, *, commits: bool = True, prefixes: bool = Fa
             case EndMigration():
                 ok = commits or not command.commit
                 return CommandReply(query_id=command.query_id, ok=ok, message="ok")
+            case SendPrefix(count_only=True):
+                payload = msgspec.msgpack.encode(2 if prefixes else 0)
+                return CommandReply(query_id=command.query_id, ok=True, message="ok", payload=payload)
             case SendPrefix(after=0) if prefixes:
                 sender = SenderAddress(instance="i", endpoint="h:1")
                 room = RoomAddress(host="migration", port=None, room=command.room, sender=sender)
@@ -182,6 +185,8 @@ async def test_stages_go_to_a_prefix_cache(
         copied = await source.http.post("/replicate", json=body)
         assert copied.status_code == (200 if has_cache else 404), copied.text
         assert copied.json()["num_tokens" if has_cache else "param"] == (3 if has_cache else "input_ids")
+        counted = await source.http.post("/replicate", json={"input_ids": [5, 6, 7]})
+        assert counted.json() == {"success": True, "to": None, "num_tokens": 2}
 
 
 async def test_a_refusal_names_the_field_and_the_request_goes_on(

@@ -9,12 +9,11 @@ import msgspec
 import pytest
 
 from pdserve.errors import EngineDeadError, ProtocolError
-from pdserve.protocol.engine_state import EngineState
+from pdserve.protocol.engine_state import EngineReady, EngineState
 from pdserve.protocol.messages import (
     AbortRequest,
     CommandReply,
     EngineCoreOutput,
-    EngineReady,
     FinishReason,
     FlushCache,
     GenerateRequest,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pdserve.observe.metrics import HitRate
+from pdserve.protocol.cached_tokens import CachedTokensDetails
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import Bench, bench, sse
 
@@ -55,6 +56,50 @@ async def test_requests_have_the_cache_salt_of_their_body(tokenizer: Tokenizer, 
             assert answer.status_code == 400 and answer.json()["error"]["param"] == field
         answer = await b.http.post("/generate", json={"text": "x", "cache_salt": "s", "extra_key": "k"})
         assert b.scheduler.requests[-1].cache_salt == "s\0k"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": [[5] * 20, [7] * 30], "n": 2, "max_tokens": 2})],
+)
+async def test_an_openai_answer_has_the_sources_that_its_body_asks_for(
+    tokenizer: Tokenizer, path: str, body: dict[str, Any]
+) -> None:
+    async with bench(tokenizer) as b:
+        b.scheduler.cached = lambda request: 12
+        b.scheduler.cached_details = lambda request: CachedTokensDetails(device=1, host=4, storage=7)
+        count = len(body.get("prompt", [0]))
+        expected = {"cached_tokens_details": {"device": count, "host": 4 * count, "storage": 7 * count}}
+        plain = (await b.http.post(path, json=body)).json()
+        assert "sglext" not in plain and "sglext" not in (await b.http.post(path, json={**body, "stream": True})).text
+        body = {**body, "return_cached_tokens_details": True}
+        whole = (await b.http.post(path, json=body)).json()
+        assert whole["sglext"] == expected and whole["usage"] == plain["usage"]
+        for usage in (False, True):
+            options = {"stream": True, "stream_options": {"include_usage": usage}}
+            *_, last = events = [
+                json.loads(one) for one in sse((await b.http.post(path, json=body | options)).text)[:-1]
+            ]
+            (told,) = [one for one in events if "sglext" in one]
+            assert told["sglext"] == expected and told["choices"] == []
+            assert (last is not told and last["usage"] == whole["usage"]) if usage else last is told
+        b.scheduler.cached_details = lambda request: None
+        whole = (await b.http.post(path, json=body)).json()
+        assert whole["sglext"] == {"cached_tokens_details": {"device": 12 * count, "host": 0}}
+
+
+@pytest.mark.asyncio
+async def test_a_response_has_the_sources_that_its_body_asks_for(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer) as b:
+        b.scheduler.cached_details = lambda request: CachedTokensDetails(device=1, host=2)
+        body = {"input": "x", "return_cached_tokens_details": True}
+        expected = {"cached_tokens_details": {"device": 1, "host": 2}}
+        assert (await b.http.post("/v1/responses", json=body)).json()["sglext"] == expected
+        assert "sglext" not in (await b.http.post("/v1/responses", json={"input": "x"})).json()
+        streamed = (await b.http.post("/v1/responses", json={**body, "stream": True})).text
+        last = json.loads(streamed.rstrip().rpartition("data: ")[2])
+        assert last["type"] == "response.completed" and last["response"]["sglext"] == expected
 
 
 @pytest.mark.asyncio

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from pdserve.base.process_use import OWN
-from pdserve.protocol.messages import EngineReady
+from pdserve.protocol.engine_state import EngineReady
 from pdserve.server.engine_client.engine_queries import log_startup
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import bench

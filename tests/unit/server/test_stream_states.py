@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pdserve.base.stream_state import DONE, EVENT_END, MARK, RESUME_FIELD, STATE_HEADER, split_event
+from pdserve.protocol.cached_tokens import CachedTokensDetails
 from pdserve.protocol.failure import Failure
 from pdserve.router.proxy.stream_retry import StreamProgress
 from pdserve.router.workers.outcome import WORKER_FAILED
@@ -21,8 +22,9 @@ from tests.unit.server.server_kit import VOCAB, Bench, bench, token_ids
 
 TEXT = "Größe: 10 🙂 and ENd END of it"
 ANSWER = f"<think>\nhm 🙂\n</think>\n{HERMES}"
+SOURCES = {"return_cached_tokens_details": True}
 CALLS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "completions": ("/v1/completions", TEXT, {"prompt": "a", "stop": "END", "max_tokens": 90}),
+    "completions": ("/v1/completions", TEXT, {"prompt": "a", "stop": "END", "max_tokens": 90} | SOURCES),
     "offsets": ("/v1/completions", TEXT, {"prompt": "a", "logprobs": 2, "echo": True, "max_tokens": 20}),
     "regex": ("/v1/completions", TEXT, {"prompt": ["a"], "stop_regex": "EN[A-Z]+ of", "max_tokens": 90}),
     "generate": ("/generate", TEXT, {"text": "a", "sampling_params": {"stop": ["D of"], "max_new_tokens": 90}}),
@@ -61,6 +63,8 @@ def test_a_stream_goes_on_where_it_broke_off(
         async with bench(tokenizer, reasoning_parser="qwen3", tool_call_parser="hermes") as b:
             b.scheduler.script = lambda request: token_ids(tokenizer, text)
             b.scheduler.tokens_per_output = size
+            details = CachedTokensDetails(device=1, host=2)
+            b.scheduler.cached_details = lambda request: None if request.prior_output_ids else details
             whole = await told(b, path, body)
             plain = parsed(await b.http.post(path, json={**body, "stream": True}))
             assert client_view(path, shown(whole)) == client_view(path, plain), "told or not"

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdserve.protocol.cached_tokens import CachedTokensDetails
 from pdserve.transfer.aux import MAX_TOP_LOGPROBS, AuxRecord, MetadataBuffers
 from pdserve.transfer.room import TERMINAL, KVPoll, advance, merge_ranks
 from pdserve.transfer.wire import TransferStats
@@ -72,6 +73,34 @@ def test_what_is_written_to_a_slot_is_read_and_disturbs_no_other(records: list[A
     aux.clear(1)
     assert aux.read(1) == AuxRecord(room=0, attempt=0, first_token=0, logprob=0.0)
     assert [aux.read(0), aux.read(2)] == [records[0], records[2]]
+
+
+PARTS = st.integers(0, 2**20)
+
+
+@given(device=PARTS, host=PARTS, storage=st.none() | PARTS)
+@settings(max_examples=30, deadline=None)
+def test_a_slot_has_where_cached_tokens_were(device: int, host: int, storage: int | None) -> None:
+    details = CachedTokensDetails(device=device, host=host, storage=storage)
+    record = AuxRecord(1, 1, 5, cached_tokens=details.num_tokens, cached_details=details)
+    aux = MetadataBuffers(1)
+    aux.write(0, record)
+    assert aux.read(0) == record
+    aux.write(0, dataclasses.replace(record, cached_tokens=details.num_tokens + 1))
+    assert aux.read(0).cached_details is None, "parts that do not add up"
+    aux.write(0, dataclasses.replace(record, cached_details=None))
+    assert aux.read(0) == dataclasses.replace(record, cached_details=None)
+
+
+def test_details_of_cached_tokens_changed_neither_size_nor_offsets() -> None:
+    aux = MetadataBuffers(1)
+    assert aux.common_bytes == 2496, "servers compare `aux_slot_bytes`"
+    aux.write(0, AuxRecord(1, 2, 5, cached_tokens=7, logprob=0.0))
+    numbers = np.frombuffer(aux.take_out(0), dtype="<u8")
+    older = np.zeros_like(numbers)
+    older[::8] = numbers[::8]  # a sender without details writes the first number of each 64 bytes alone
+    aux.put_in(0, older.tobytes())
+    assert aux.read(0) == AuxRecord(1, 2, 5, cached_tokens=7, logprob=0.0)
 
 
 def test_a_shorter_record_leaves_nothing_of_a_longer_one() -> None:

@@ -118,7 +118,15 @@ class ResponsesCall:
             "incomplete_details": reason,
             "output": self._writer.items if update is not None else [],
             "usage": self._usage(update) if update is not None else None,
+            **self._sglext(update),
         }
+
+    def _sglext(self, update: GenerationUpdate | None) -> dict[str, Any]:
+        """Build `sglext` with the sources of the cached tokens, if the body requests it and the output has ended."""
+        if update is None or not self._body.return_cached_tokens_details:
+            return {}
+        backend = self._context.config.storage.hicache_storage_backend
+        return {"sglext": {"cached_tokens_details": update.cached_by_source.shown(backend)}}
 
     def _failed(self, error: PdserveError) -> dict[str, Any]:
         code, message = "server_error", HttpRefusal.of(error).body["message"]

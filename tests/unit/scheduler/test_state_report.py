@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pdserve.base.clock import ManualClock
 from pdserve.observe.load_events import LoadStat
-from pdserve.scheduler.load_report import INTERVAL_S, LoadReporter
+from pdserve.scheduler.state_report import INTERVAL_S, LoadReporter
 from tests.unit.scheduler.kit import Mono
 
 

@@ -1,0 +1,64 @@
+"""Facts of this host that `/get_server_info` reports as `host_facts`: clock, memory, shared memory, RDMA devices.
+
+`pdserve doctor` compares them over all servers; `pdserve env` prints some. A fact that cannot be read is None.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import socket
+import time
+from pathlib import Path
+
+import psutil
+
+from pdserve.base.host_memory import available_bytes
+
+INFINIBAND = Path("/sys/class/infiniband")
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostFacts:
+    """Facts of one host at one moment.
+
+    `time_s`: seconds since 1970 by this host's clock. `memory_available_bytes` is bounded by the container's limit,
+    `memory_total_bytes` is not. `shm_free_bytes`: free space of `/dev/shm`. `rdma_devices`: names of the kernel's RDMA
+    devices, such as `mlx5_0`.
+    """
+
+    name: str
+    time_s: float
+    memory_available_bytes: int | None
+    memory_total_bytes: int | None
+    shm_free_bytes: int | None
+    rdma_devices: tuple[str, ...]
+
+
+def host_facts() -> HostFacts:
+    """Read the facts. Takes less than a millisecond; raises nothing."""
+    try:
+        available, total = available_bytes(), psutil.virtual_memory().total
+    except (OSError, ValueError):
+        available, total = None, None
+    try:
+        shm_free = shutil.disk_usage(SHARED_MEMORY).free
+    except OSError:
+        shm_free = None
+    return HostFacts(
+        name=socket.gethostname(),
+        time_s=time.time(),
+        memory_available_bytes=available,
+        memory_total_bytes=total,
+        shm_free_bytes=shm_free,
+        rdma_devices=rdma_devices(),
+    )
+
+
+def rdma_devices(folder: Path = INFINIBAND) -> tuple[str, ...]:
+    """Return the names of the RDMA devices in `folder`, sorted; empty without any."""
+    try:
+        return tuple(sorted(entry.name for entry in folder.iterdir()))
+    except OSError:
+        return ()

@@ -1,0 +1,1 @@
+"""Kubernetes service discovery: workers are the pods that carry given labels."""

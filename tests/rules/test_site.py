@@ -1,0 +1,41 @@
+"""The documents as a site: every page is in its navigation, it builds without a warning, and loads nothing foreign."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+LOADED = re.compile(r"""<(?:script|img|iframe|source)\b[^>]*\bsrc=["']?(https?:)?//|<link\b[^>]*rel=["']?(?:stylesheet|preload|preconnect|icon)["']?[^>]*href=["']?(?:https?:)?//""")  # fmt: skip  # noqa: E501
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT / "docs")))
+def test_every_page_is_in_the_navigation(path: Path) -> None:
+    _, _, nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")
+    name = path.relative_to(ROOT / "docs").as_posix()
+    listed = re.findall(r": ([\w/.-]+\.md)$", nav, re.MULTILINE)
+    assert listed.count(name) == 1, f"add {name} to the nav of mkdocs.yml, once"
+
+
+@pytest.mark.slow
+def test_the_site_builds_strictly_and_works_offline(tmp_path: Path) -> None:
+    if importlib.util.find_spec("material") is None or importlib.util.find_spec("mkdocstrings") is None:
+        pytest.skip("the extra docs is not installed")
+    command = [ROOT / "scripts" / "docs.sh", "--site-dir", tmp_path / "site"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=dict(os.environ))
+    assert done.returncode == 0, done.stderr
+    built = {str(path.relative_to(tmp_path / "site")): path for path in (tmp_path / "site").rglob("*.html")}
+    for page in PAGES:
+        assert page.relative_to(ROOT / "docs").with_suffix(".html").as_posix() in built
+    foreign = [(name, found[0]) for name, path in built.items() if (found := LOADED.search(path.read_text()))]
+    assert foreign == [], "the site must load nothing from other hosts"
+    classes = built["reference/python.html"].read_text()
+    assert "SamplingParams" in classes and "temperature" in classes
+    assert "write_and_notify" in built["reference/interfaces.html"].read_text()
+    assert r"bash|zsh|fish" in built["install.html"].read_text()

@@ -1,0 +1,162 @@
+"""`pdserve doctor` against a service that answers as a router: each planted defect is found, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from pdserve.cli.doctor import main
+from tests.fleet_service import FleetService
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[FleetService]:
+    for name in ("PDSERVE_API_KEY", "PDSERVE_ADMIN_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    made = FleetService()
+    yield made
+    made.close()
+
+
+def diagnosed(service: FleetService, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, dict[str, Any]]:
+    status = main([service.url, "--json", *flags])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_a_healthy_pair_has_no_findings(service: FleetService, capsys: pytest.CaptureFixture[str]) -> None:
+    status, told = diagnosed(service, capsys)
+    assert (status, told["findings"], told["healthy"]) == (0, [], True)
+    assert [one["role"] for one in told["servers"]] == ["prefill", "decode"]
+    assert main([service.url]) == 0
+    assert "1 prefill, 1 decode" in capsys.readouterr().out
+
+
+def test_a_server_alone_is_checked_too(service: FleetService, capsys: pytest.CaptureFixture[str]) -> None:
+    service.alone = True
+    status, told = diagnosed(service, capsys)
+    assert (status, told["findings"]) == (0, [])
+    assert [one["role"] for one in told["servers"]] == ["decode"]
+
+
+def state_of(service: FleetService, url: str) -> dict[str, Any]:
+    found: dict[str, Any] = service.infos[url]["internal_states"][0]
+    return found
+
+
+def _dead(s: FleetService) -> None:
+    s.workers[0] |= {"is_healthy": False, "last_error": "connection refused"}
+
+
+def _tokens_differ(s: FleetService) -> None:
+    s.infos[s.decode]["control_token_id"] = "12345678"
+
+
+def _token_missing(s: FleetService) -> None:
+    s.infos[s.decode]["control_token_id"] = "none"
+
+
+def _unreadable(s: FleetService) -> None:
+    s.infos[s.prefill] = {"error": "status 401"}
+
+
+def _clock(s: FleetService) -> None:
+    s.infos[s.prefill]["host_facts"]["time_s"] = time.time() - 3600.0
+
+
+def _bootstrap_port(s: FleetService) -> None:
+    s.infos[s.prefill]["disaggregation_bootstrap_port"] = 1
+
+
+def _tcp(s: FleetService) -> None:
+    for info in s.infos.values():
+        info["facts"]["transfer_protocol"] = "tcp"
+
+
+def _full(s: FleetService) -> None:
+    state_of(s, s.decode).update(memory={"pages_total": 100, "pages_free": 0, "pages_evictable": 1}, num_queue_reqs=9)
+
+
+DEFECTS: dict[str, tuple[Callable[[FleetService], object], list[tuple[str, str]], str]] = {
+    "dead": (_dead, [("error", "no_server"), ("error", "dead")], "connection refused"),
+    "drain": (lambda s: s.workers[1].update(draining=True), [("note", "draining")], "no new requests"),
+    "breaker": (lambda s: s.workers[1].update(breaker="open"), [("warning", "breaker")], "circuit breaker open"),
+    "serving": (lambda s: s.router.update(serving=False), [("error", "not_serving")], "cannot serve"),
+    "pair": (lambda s: s.pairs[0].update(serving=False, error="x"), [("error", "pair")], "no token passes"),
+    "keys": (_unreadable, [("error", "unreadable")], "status 401"),
+    "tokens": (_tokens_differ, [("error", "control_token")], "different control tokens"),
+    "token missing": (_token_missing, [("error", "control_token")], "have no control token, the others"),
+    "versions": (lambda s: s.infos[s.decode].update(version="9"), [("warning", "versions")], "versions differ: "),
+    "clock": (_clock, [("warning", "clocks")], "s apart"),
+    "port": (_bootstrap_port, [("warning", "port")], "bootstrap port 127.0.0.1:1"),
+    "weights": (
+        lambda s: s.infos[s.decode]["facts"].update(weights_fingerprint="x"), [("error", "kv")], "weights differs"
+    ),
+    "vocabulary": (lambda s: s.infos[s.decode].update(vocab_size=1), [("error", "model")], "vocab_size differs"),
+    "page size": (
+        lambda s: s.infos[s.decode]["facts"].update(page_tokens=64), [("error", "kv")], "page size in tokens differs"
+    ),
+    "KV dtype": (lambda s: s.infos[s.decode].update(kv_cache_dtype="fp8"), [("error", "flags")], "kv_cache_dtype"),
+    "name": (lambda s: s.infos[s.decode].update(served_model_name="n"), [("warning", "service")], "served_model_name"),
+    "transport": (
+        lambda s: s.infos[s.decode]["facts"].update(transfer_backend="nixl"), [("error", "transport")], "nixl"
+    ),
+    "NIC": (_tcp, [("warning", "nic")] * 2, "RDMA devices: mlx5_0"),
+    "memory": (
+        lambda s: s.infos[s.decode]["host_facts"].update(memory_available_bytes=1 << 20),
+        [("warning", "host_memory")], "0.0 GiB of memory left",
+    ),
+    "pool": (_full, [("warning", "kv_full")], "1 of 100 KV pages"),
+    "quarantine": (
+        lambda s: state_of(s, s.decode).update(oldest_orphan_s=99.0), [("warning", "quarantine")], "since 99 s"
+    ),
+    "audit": (lambda s: state_of(s, s.decode).update(audit=["2 pages lost"]), [("error", "audit")], "2 pages lost"),
+    "peer": (
+        lambda s: state_of(s, s.decode)["peers"][0].update(state="silent"), [("warning", "peer")], "is silent"
+    ),
+    "handshake": (
+        lambda s: state_of(s, s.decode)["facts"].update(last_handshake_refusal="num_layers"),
+        [("warning", "handshake")], "num_layers",
+    ),
+    "replica": (
+        lambda s: s.infos[s.decode]["replica_health"][0].update(trouble="a step is stuck"),
+        [("error", "replica")], "a step is stuck",
+    ),
+    "flag": (lambda s: s.infos[s.decode].update(sleep_on_idle=True), [("note", "no_effect")], "--sleep-on-idle has"),
+    "failures": (lambda s: state_of(s, s.decode).update(failures={"timeout": 2}), [("note", "failures")], "2 timeout"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_defect_is_found_with_place_and_remedy(
+    service: FleetService, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    plant, expected, text = DEFECTS[name]
+    plant(service)
+    status, told = diagnosed(service, capsys)
+    found = told["findings"]
+    assert [(one["severity"], one["check"]) for one in found] == expected
+    assert any(text in one["what"] for one in found)
+    assert all(one["where"] and one["fix"] for one in found)
+    assert status == (0 if all(severity == "note" for severity, _ in expected) else 1)
+
+
+def test_a_deployment_that_does_not_answer_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["http://127.0.0.1:1", "--json"]) == 1
+    (found,) = json.loads(capsys.readouterr().out)["findings"]
+    assert found["check"] == "unreachable"
+    assert main(["http://127.0.0.1:1"]) == 1
+    assert "error  unreachable" in capsys.readouterr().out
+
+
+def test_a_wrong_key_is_told_and_the_right_one_suffices(
+    service: FleetService, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.keys = ("right",)
+    status, told = diagnosed(service, capsys, "--api-key", "wrong")
+    assert status == 1
+    assert "--api-key" in told["findings"][0]["fix"]
+    assert diagnosed(service, capsys, "--api-key", "right")[0] == 0
