@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from pdserve.protocol.failure import Failure
@@ -11,6 +13,8 @@ from pdserve.scheduler.request import Req
 from pdserve.scheduler.roles import migration, prefix_sends
 from pdserve.scheduler.roles.migration import OutgoingMigrations, OutgoingMove
 from pdserve.scheduler.roles.prefix_sends import PrefixSends
+from pdserve.sim.migrations import MovedServer
+from pdserve.sim.server import SimServer
 from pdserve.transfer.handles import KVSender
 
 Patch = pytest.MonkeyPatch
@@ -83,3 +87,23 @@ def a_stopped_request_keeps_its_row(patch: Patch) -> None:
 def a_stage_outlives_the_pages_of_its_request(patch: Patch) -> None:
     patch.setattr(PrefixSends, "leave", lambda self, req: None)
     patch.setattr(prefix_sends._Sending, "has_pages", True)
+
+
+def a_retracted_request_does_not_come_back(patch: Patch) -> None:
+    cancel = OutgoingMigrations._cancel
+
+    def blunt(self: OutgoingMigrations, move: OutgoingMove, failure: Failure, *, resume: bool = True) -> None:
+        if not move.was_retracted:
+            cancel(self, move, failure, resume=resume)
+
+    patch.setattr(OutgoingMigrations, "_cancel", blunt)
+
+
+def its_last_token_counts_as_sent(patch: Patch) -> None:
+    """The client's tokens of the other server begin one too late."""
+    init = MovedServer.__init__
+
+    def late(self: MovedServer, server: SimServer, rid: str, before: Sequence[int], *, repeats: bool) -> None:
+        init(self, server, rid, before, repeats=True)
+
+    patch.setattr(MovedServer, "__init__", late)

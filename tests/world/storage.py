@@ -21,7 +21,7 @@ from pdserve.sim.network import Faults, SimNet
 from pdserve.sim.node import SimNode, monolith_tokens
 from pdserve.sim.shape import Prompt, Shape, request
 from tests.world.pressure import counts_of, pressured, run_pair
-from tests.world.workload import with_drafts
+from tests.world.workload import with_drafts, with_groups, with_states
 
 KINDS = {
     "slow_store": (0.05, 0.4),
@@ -33,7 +33,10 @@ KINDS = {
 }
 """Fault kinds of the tiers, and between which probabilities each is drawn."""
 QUIET = Faults(max_delay_s=0.6)
-HAPPENS = ("prefetched_tokens", "backuped_tokens", "storage_prefetch_hit_tokens", "load_back_tokens")
+HAPPENS = (
+    "prefetched_tokens", "backuped_tokens", "storage_prefetch_hit_tokens", "load_back_tokens", "prefetched_states",
+    "backuped_states", "prefetched_window_pages", "backuped_window_pages",
+)  # fmt: skip
 """Counters that a campaign must see."""
 
 
@@ -48,12 +51,23 @@ def with_store(rng: random.Random, shape: Shape) -> Shape:
 def setting(seed: int) -> tuple[Shape, list[Prompt]]:
     """A server with hardly any device memory, a host tier and a store, and conversations that begin alike.
 
-    Some servers draft tokens.
+    Some servers draft tokens. The model of each second seed has recurrent states, a window, or both.
     """
     rng = random.Random(f"storage {seed}")
     shape, prompts = pressured(seed)
     shape = with_store(rng, dataclasses.replace(shape, decode_prefix_cache=rng.random() < 0.7))
-    return with_drafts(shape, prompts, rng) if rng.random() < 0.3 else (shape, prompts)
+    if rng.random() < 0.3:
+        shape, prompts = with_drafts(shape, prompts, rng)
+    return (of_groups(seed, shape, prompts) if seed % 2 else shape), prompts
+
+
+def of_groups(seed: int, shape: Shape, prompts: Sequence[Prompt]) -> Shape:
+    """The same server for a model with states, with a window, or with both."""
+    rng = random.Random(f"storage groups {seed}")
+    if rng.random() < 0.5:
+        return dataclasses.replace(with_states(shape, rng), num_slots=rng.choice((3, 5, 8)))
+    longest = max(len(prompt.tokens) + prompt.max_new_tokens for prompt in prompts)
+    return dataclasses.replace(with_groups(shape, rng, longest), is_hybrid=rng.random() < 0.5)
 
 
 def faults_of(seed: int, base: Faults = QUIET) -> Faults:

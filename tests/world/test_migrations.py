@@ -70,7 +70,42 @@ def test_32_streams_move_again_and_again() -> None:
     assert cluster.net.counts["migrations"] > 16 and not cluster.leaks()
 
 
+def move_while_memory_is_short(seed: int) -> Cluster:
+    """Nothing goes wrong, but most requests are retracted: each gets the monolith's tokens at its first try."""
+    prompts = [Prompt(tuple(range(i, i + 9 + i % 7)), 40) for i in range(24)]
+    shape = Shape(num_pages=40, num_rows=16, num_aux=16)
+    cluster = Cluster(seed, shape, Faults(migrate=0.5), Layout(prefills=1, decodes=3))
+    answers = cluster.run(prompts, 24, max_steps=1500)
+    assert [(it.tokens, it.error, it.num_tries) for it in answers] == [
+        (tokens, None, 1) for tokens in monolith_tokens(shape, prompts)
+    ]
+    assert not cluster.leaks()
+    return cluster
+
+
+@pytest.mark.parametrize("seeds", [(3,), pytest.param(range(10, 40), marks=pytest.mark.slow)], ids=len)
+def test_retracted_requests_move(seeds: Sequence[int]) -> None:
+    """Their KV is computed again where they go."""
+    counts = [move_while_memory_is_short(seed).net.counts for seed in seeds]
+    assert sum(it["migrations of retracted requests"] for it in counts) > 2 * len(seeds)
+
+
 # ---------------------------------------------------------------------- planted bugs
+
+
+RETRACTION_MUTANTS = (
+    migration_bugs.a_retracted_request_does_not_come_back,
+    migration_bugs.its_last_token_counts_as_sent,
+)
+
+
+@pytest.mark.parametrize("mutant", RETRACTION_MUTANTS, ids=lambda value: value.__name__)
+def test_planted_bug_in_moves_of_retracted_requests_is_caught(
+    mutant: Callable[[Patch], None], monkeypatch: Patch
+) -> None:
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError):
+        move_while_memory_is_short(3)
 
 
 MUTANTS: list[tuple[Callable[[Patch], None], int]] = [

@@ -55,6 +55,11 @@ def with_other_weights(seed: int) -> object:
     return play_weights(seed, (0, 1, 0))
 
 
+def with_groups(seed: int) -> object:
+    """Servers of a model with recurrent states or a window."""
+    return play(2 * seed + 1)
+
+
 Bug = tuple[Callable[[Patch], None], Callable[[int], object]]
 
 
@@ -62,10 +67,13 @@ QUICK: tuple[Bug, ...] = (
     (tier_bugs.a_namespace_without_weights, with_other_weights),
     (tier_bugs.objects_are_not_checked, play),
     (tier_bugs.all_that_was_found_is_read, play),
+    (tier_bugs.a_state_is_used_that_was_not_read, with_groups),
+    (tier_bugs.the_key_of_a_state_has_no_position, with_groups),
     (tier_bugs.each_rank_believes_itself, play_ranks),
 )
 SLOW: tuple[Bug, ...] = (
     (tier_bugs.a_page_is_its_own_tokens, play),
+    (tier_bugs.window_pages_are_read_backwards, with_groups),
     (tier_bugs.bytes_land_after_a_job_was_given_up, play),
     (tier_bugs.a_role_change_waits_for_no_copy, play_changes),
 )

@@ -54,6 +54,7 @@ def test_ranks_that_copy_at_their_own_pace_agree_on_hits(seeds: range) -> None:
         (tier_bugs.a_rank_takes_the_end_of_its_own_copy, play_ranks, 0),
         (tier_bugs.states_are_left_out, play, 0),
         (tier_bugs.window_pages_come_in_another_order, play, 0),
+        (tier_bugs.prefill_does_not_say_where_cached_tokens_were, play, 30),
     ],
     ids=lambda it: getattr(it, "__name__", str(it)),
 )

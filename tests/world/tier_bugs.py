@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Sequence
 
@@ -12,6 +13,8 @@ from pdserve.memory.layout import PageSpace
 from pdserve.memory.lease import Lease
 from pdserve.memory.page_keys import KeyNamespace
 from pdserve.memory.tiers.host_memory import PageCopies
+from pdserve.memory.tiers.host_pool import HostPool
+from pdserve.memory.tiers.prefix_ends import PageKey
 from pdserve.memory.tiers.storage import ObjectId
 from pdserve.memory.tiers.storage_port import JobEnd
 from pdserve.ranks.rank_copies import AgreedCopy
@@ -21,6 +24,7 @@ from pdserve.scheduler.host_tier import HostTier
 from pdserve.sim import hash_storage
 from pdserve.sim.hash_storage import SimStoragePort
 from pdserve.sim.hash_tier import HashTier
+from pdserve.transfer.aux import AuxRecord, MetadataBuffers
 
 Patch = pytest.MonkeyPatch
 
@@ -82,6 +86,15 @@ def window_pages_come_in_another_order(patch: Patch) -> None:
     patch.setattr(HostTier, "_pair", mixed)
 
 
+def prefill_does_not_say_where_cached_tokens_were(patch: Patch) -> None:
+    write = MetadataBuffers.write
+
+    def silent(self: MetadataBuffers, slot: int, record: AuxRecord) -> None:
+        write(self, slot, dataclasses.replace(record, cached_details=None))
+
+    patch.setattr(MetadataBuffers, "write", silent)
+
+
 # ---------------------------------------------------------------------- the store
 
 
@@ -107,12 +120,12 @@ def objects_are_not_checked(patch: Patch) -> None:
 def bytes_land_after_a_job_was_given_up(patch: Patch) -> None:
     """A read that the server has given up goes on."""
     read, give_up = SimStoragePort._read, SimStoragePort.give_up
-    reads: dict[int, tuple[Sequence[ObjectId], Sequence[int]]] = {}
+    reads: dict[int, tuple[bytes, Sequence[PageKey], Sequence[int]]] = {}
     get = SimStoragePort.get
 
-    def remember(self: SimStoragePort, root: bytes, digests: Sequence[bytes], slots: Sequence[int]) -> int:
-        number = get(self, root, digests, slots)
-        reads[number] = self._ids(root, digests), slots
+    def remember(self: SimStoragePort, root: bytes, keys: Sequence[PageKey], slots: Sequence[int]) -> int:
+        number = get(self, root, keys, slots)
+        reads[number] = root, keys, slots
         return number
 
     def leave(self: SimStoragePort, number: int, *, late: bool) -> None:
@@ -128,8 +141,40 @@ def all_that_was_found_is_read(patch: Patch) -> None:
     """What the store said to have counts as read."""
     ended = storage_tier.StorageTier._read_ended
     patch.setattr(
-        storage_tier.StorageTier, "_read_ended", lambda self, reading, num_read: ended(self, reading, reading.num_found)
+        storage_tier.StorageTier, "_read_ended", lambda self, reading, num_read: ended(self, reading, len(reading.keys))
     )
+
+
+def a_state_is_used_that_was_not_read(patch: Patch) -> None:
+    """What a read did not write enters the host tier with the token pages."""
+    patch.setattr(HostPool, "drop_unread", lambda self, lease, numbers, *, state: None)
+
+
+def the_key_of_a_state_has_no_position(patch: Patch) -> None:
+    """All states of a namespace are one object, and so are all window pages."""
+    ids = SimStoragePort._ids
+
+    def same(self: SimStoragePort, root: bytes, keys: Sequence[PageKey]) -> list[ObjectId]:
+        found = zip(keys, ids(self, root, keys), strict=True)
+        return [
+            one if key.space is PageSpace.TOKENS else dataclasses.replace(one, digest=bytes(32)) for key, one in found
+        ]
+
+    patch.setattr(SimStoragePort, "_ids", same)
+
+
+def window_pages_are_read_backwards(patch: Patch) -> None:
+    """The slots of window pages are those of other numbers."""
+    get = SimStoragePort.get
+
+    def backwards(self: SimStoragePort, root: bytes, keys: Sequence[PageKey], slots: Sequence[int]) -> int:
+        turned = [slot for key, slot in zip(keys, slots, strict=True) if key.space is PageSpace.WINDOW]
+        return get(
+            self, root, keys,
+            [turned.pop() if key.space is PageSpace.WINDOW else slot for key, slot in zip(keys, slots, strict=True)],
+        )  # fmt: skip
+
+    patch.setattr(SimStoragePort, "get", backwards)
 
 
 def each_rank_believes_itself(patch: Patch) -> None:

@@ -71,6 +71,22 @@ def test_window_pages_and_states_come_with_the_pages_that_need_them() -> None:
     assert not pool.audit() and pool.counts()["host_slots_cached"] == 1
 
 
+def test_what_a_copy_did_not_write_is_not_found() -> None:
+    pool = HostPool(HYBRID, {TOKENS: 8, WINDOW: 4, SLOTS: 2})
+    lease = pool.reserve(PROMPT, 4, "copy", range(2, 4), state=True)
+    assert lease is not None
+    pool.drop_unread(lease, [3], state=True)
+    pool.store(lease, PROMPT)
+    lease.drop("tier")
+    assert pool.match_pages(PROMPT, 16) == 16 and pool.match(PROMPT, 16) == 0 and not pool.audit()
+    counts = pool.counts()
+    assert (counts["host_slots_free"], counts["host_window_pages_cached"], counts["host_window_pages_free"]) == (
+        2,
+        1,
+        3,
+    )
+
+
 def test_a_retracted_request_has_slots_that_no_prompt_finds() -> None:
     pool = HostPool(HYBRID, {TOKENS: 4, WINDOW: 4, SLOTS: 1})
     stored(pool, PROMPT, range(2, 4), state=True)
@@ -84,8 +100,8 @@ def test_a_retracted_request_has_slots_that_no_prompt_finds() -> None:
 def test_bytes_of_a_slot_and_a_flush() -> None:
     pool = HostPool(PLAIN, {TOKENS: 4}, HostMemory(PLAIN, {TOKENS: 4}))
     (first, *_) = stored(pool, PROMPT)
-    pool.page_bytes(first)[:2] = b"ab"
-    assert bytes(pool.page_bytes(first)[:2]) == b"ab" and pool.num_tokens == 16
+    pool.slot_bytes(PageSpace.TOKENS, first)[:2] = b"ab"
+    assert bytes(pool.slot_bytes(PageSpace.TOKENS, first)[:2]) == b"ab" and pool.num_tokens == 16
     locked = pool.lock(PROMPT[:16], "load")
     assert pool.flush() == 3 and locked is not None and pool.match(PROMPT, 16) == 4
 
