@@ -49,8 +49,8 @@ class SimStore:
         """Flip a bit, cut the object short, or take another one. Half of the latter are of another namespace."""
         rng, counts = self._net.rng, self._net.counts
         match rng.randrange(3):
-            case 0:
-                target[rng.randrange(HEADER_BYTES, len(target))] ^= 1 << rng.randrange(8)
+            case 0:  # a rank without layers of a space has objects without a payload
+                target[rng.randrange(min(HEADER_BYTES, len(target) - 1), len(target))] ^= 1 << rng.randrange(8)
                 counts["stored objects with a flipped bit"] += 1
             case 1:
                 del target[rng.randrange(len(target)) :]

@@ -22,12 +22,12 @@ from typing import Any, Literal
 
 from pdserve.base.parallel import ParallelShape
 from pdserve.memory.layout import pages_for
-from pdserve.scheduler.speculation import ACCEPTED_AT, ACCEPTED_TOKENS, DRAFT_TOKENS, VERIFY_STEPS
 from pdserve.sim.cluster import Cluster, Layout
 from pdserve.sim.network import Faults
 from pdserve.sim.node import monolith_tokens
 from pdserve.sim.router import ClientAnswer
 from pdserve.sim.shape import Prompt, Shape
+from tests.world.events import events_of
 from tests.world.storage import faults_of, stored_by_other_weights, with_store
 from tests.world.tiers import POLICIES
 from tests.world.workload import MAX_NEW, MAX_PROMPT, optimistic, with_drafts, with_groups, with_salts, with_states
@@ -187,10 +187,7 @@ def _roomy(shape: Shape, longest: int) -> Shape:
 
 
 def with_tiers(seed: int, it: Setting) -> Setting:
-    """The same seed with a host tier, a store with its faults, a prefix cache, and prompts that begin alike.
-
-    A model with window or state groups has no store.
-    """
+    """The same seed with a host tier, a store with its faults, a prefix cache, and prompts that begin alike."""
     rng = random.Random(f"tiers {seed}")
     shape = dataclasses.replace(
         with_store(rng, it.shape),
@@ -238,7 +235,7 @@ def play(
     assert not cluster.leaks(), cluster.leaks()
     counts = cluster.net.counts
     if model != "full" or tiers:
-        counts += _events(cluster)
+        counts += events_of(cluster)
         assert "damage" in it.kinds or not counts["state mismatches"], "a state of another request or position"
         assert not counts["aux records of other KV or state"]
     counts["simulated seconds"] = round(cluster.clock.now())
@@ -249,47 +246,6 @@ def play(
         answer.error is None and answer.num_tries > 1 for answer in answers
     )
     return +counts
-
-
-EVENTS = {
-    "requests_retracted": "requests retracted",
-    "offloaded_pages": "pages offloaded",
-    "restored_pages": "pages restored",
-    "recomputed_tokens": "tokens computed again",
-    "kv_loads_recomputed": "prompts computed on decode after a failed transfer",
-    "states_copied": "requests that continued from a cached state",
-    "states_kept": "states kept for the cache",
-    "state_mismatches": "state mismatches",
-    "metadata_mismatches": "aux records of other KV or state",
-    "hicache_backup_tokens": "tokens saved to the host tier",
-    "load_back_tokens": "tokens loaded from the host tier",
-    "backuped_tokens": "tokens stored",
-    "prefetched_tokens": "tokens read from the store",
-    "storage_prefetch_hit_tokens": "tokens of prompts that came from the store",
-}
-
-
-DRAFT_EVENTS = {
-    VERIFY_STEPS: "rows with drafts",
-    DRAFT_TOKENS: "drafts",
-    ACCEPTED_TOKENS: "drafts accepted",
-    f"{ACCEPTED_AT}2": "second drafts accepted",
-}
-
-
-def _events(cluster: Cluster) -> Counter[str]:
-    """What the schedulers of all servers counted, dead ones included."""
-    counts = Counter[str]()
-    for node in (node for server in (*cluster.servers, *cluster.dead) for node in server.replicas):
-        for name, words in EVENTS.items():
-            counts[words] += node.scheduler.context.counters[name]
-        states = node.memory.groups.states
-        counts["cached states evicted"] += 0 if states is None else states.num_evicted
-        counts["cached pages evicted"] += node.memory.pages.num_evicted
-        speculation = node.scheduler.context.speculation
-        if speculation is not None:
-            counts += Counter({words: speculation.counters[name] for name, words in DRAFT_EVENTS.items()})
-    return counts
 
 
 def _spared(it: Setting, cluster: Cluster) -> set[int]:

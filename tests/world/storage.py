@@ -101,13 +101,9 @@ def play_weights(seed: int, weights: Sequence[int]) -> Counter[str]:
 
 
 def stored_by_other_weights(seed: int, shape: Shape, prompts: Sequence[Prompt]) -> dict[str, bytes]:
-    """Return what a monolith of another model of the same layout stores while it answers the same prompts.
-
-    A model with window or state groups stores nothing.
-    """
+    """Return what a monolith of another model of the same layout stores while it answers the same prompts."""
     net = SimNet(seed, ManualClock(), QUIET)
-    if not (shape.window or shape.has_state):
-        _run(seed, dataclasses.replace(shape, model_weights=shape.model_weights + 1), prompts, net)
+    _run(seed, dataclasses.replace(shape, model_weights=shape.model_weights + 1), prompts, net)
     return net.objects
 
 
