@@ -33,10 +33,15 @@ _EVENT = b"data: "
 
 
 class TakeInBody(msgspec.Struct, forbid_unknown_fields=True):
-    """`POST /migrate_in`: the request as a value. `timeout_s`: seconds until it must be computed."""
+    """`POST /migrate_in`: the request as a value. `timeout_s`: seconds until it must be computed.
+
+    `weights`, `dtype`: of the server that has the request. They are compared where no KV, and so no handshake, comes.
+    """
 
     request: GenerateRequest
     timeout_s: float = TAKE_IN_S
+    weights: str = ""
+    dtype: str = ""
 
 
 class MigrateStreamBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -71,13 +76,13 @@ class MigrationClient:
         self._key = key
         self._session: aiohttp.ClientSession | None = None
 
-    async def take_in(self, url: URL, request: GenerateRequest) -> None:
+    async def take_in(self, url: URL, taken: TakeInBody) -> None:
         """Have the server at `url` take the request; return once it computes it.
 
         Raises:
             RequestError: 409 naming the field in which the servers differ; 502 otherwise.
         """
-        body = msgspec.json.encode(TakeInBody(request))
+        body = msgspec.json.encode(taken)
         try:
             async with asyncio.timeout(TAKE_IN_S + CONNECT_S):
                 async with self._post(url, "/migrate_in", body) as response:
@@ -133,6 +138,8 @@ def _refusal(url: URL, status: int, answer: bytes) -> RequestError:
         return _failed(f"{url} answered {status}")
     if code == NO_CACHE:
         return RequestError(message, status=409, code=NO_CACHE)
+    if code == "lora_mismatch":
+        return RequestError(f"{url}: {message}", field="lora_path", status=409, code=REFUSED)
     if code == "handshake_refused":
         return RequestError(message, field=message.partition(":")[0], status=409, code=REFUSED)
     if status == 409 or (status in (400, 404) and param):
