@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import os
 import signal
 import time
@@ -25,16 +24,6 @@ from tests.waiting import wait_until
 
 SIZE = 40_000
 BACKENDS = ("file", "memory", pytest.param("mooncake", marks=pytest.mark.slow))
-
-
-@pytest.fixture
-def master(request: pytest.FixtureRequest) -> Iterator[Master]:
-    """A master, killed at the end. The parameter is the lease of objects in milliseconds."""
-    if importlib.util.find_spec("mooncake") is None:
-        pytest.skip("mooncake is not installed")
-    made = Master(getattr(request, "param", 100))
-    yield made
-    made.kill()
 
 
 Reopen = Callable[[], Storage]
@@ -97,6 +86,17 @@ def test_second_put_is_taken(store: Storage) -> None:
     assert store.put_from(["key"], [memoryview(first)]) == [True]
     assert store.put_from(["key"], [memoryview(second)]) == [True]
     assert get(store, "key") in (first, second)
+
+
+@pytest.mark.parametrize("store", BACKENDS, indirect=True)
+def test_a_discarded_object_is_replaced(store: Storage) -> None:
+    """A put behind a discard has the new bytes; to discard a key without an object changes nothing."""
+    first, second = os.urandom(SIZE), os.urandom(SIZE)
+    assert store.put_from(["key"], [memoryview(first)]) == [True]
+    store.discard(["other", "key"])
+    assert store.exists(["key"]) == 0
+    assert store.put_from(["key"], [memoryview(second)]) == [True]
+    assert get(store, "key") == second
 
 
 @pytest.mark.parametrize("store", BACKENDS, indirect=True)

@@ -98,6 +98,9 @@ def _run(store: Any, call: LaneCall, start: int) -> LaneAnswer:
             return _answer(store.batch_get_into(call.keys, places, call.sizes), call.sizes)
         case "put":
             return _answer(store.batch_put_from(call.keys, places, call.sizes), [0] * len(call.keys))
+        case "discard":
+            statuses = [store.remove(key, True) for key in call.keys]
+            return _answer(statuses, statuses)
         case _:
             status = store.remove_all(True)
             return LaneAnswer(error=f"the master refused (status {status})" if status < 0 else "")

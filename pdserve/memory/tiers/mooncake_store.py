@@ -166,6 +166,10 @@ class MooncakeStorage:
             ok += self._call("put", LaneCall("put", list(keys[first:end]), [len(one) for one in some]), child)
         return ok
 
+    def discard(self, keys: Sequence[str]) -> None:
+        """See `Storage.discard`."""
+        self._call("get", LaneCall("discard", list(keys)))
+
     def clear(self) -> None:
         """See `Storage.clear`."""
         self._call("put", LaneCall("clear"))
