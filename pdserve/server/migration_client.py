@@ -7,6 +7,7 @@ loop only; one per application.
 from __future__ import annotations
 
 import asyncio
+import ssl
 
 import aiohttp
 import msgspec
@@ -71,11 +72,15 @@ def _failed(why: str) -> RequestError:
 
 
 class MigrationClient:
-    """Calls other servers. `token`: the control token, empty without one; `key`: the admin key, None without one."""
+    """Calls other servers. `token`: the control token, empty without one; `key`: the admin key, None without one.
 
-    def __init__(self, token: str, key: str | None) -> None:
+    `ca_certs`: PEM file that verifies HTTPS servers; None: the system's.
+    """
+
+    def __init__(self, token: str, key: str | None, ca_certs: str | None = None) -> None:
         self._token = token
         self._key = key
+        self._ca_certs = ca_certs
         self._session: aiohttp.ClientSession | None = None
 
     async def take_in(self, url: URL, taken: TakeInBody) -> None:
@@ -120,7 +125,12 @@ class MigrationClient:
     def _post(self, url: URL, path: str, body: bytes) -> aiohttp.client._RequestContextManager:
         if self._session is None:
             proof = [WorkerProof(worker_key(self._token), CONNECT_S)] if self._token else []
+            verify: ssl.SSLContext | bool = True
+            if self._ca_certs is not None:
+                verify = ssl.create_default_context(cafile=self._ca_certs)
             self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, ssl=verify),  # each moved request keeps a connection
+                cookie_jar=aiohttp.DummyCookieJar(),
                 middlewares=proof,
                 read_bufsize=MAX_EVENT_BYTES,
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S),

@@ -45,7 +45,7 @@ class DirectClient:
 
     other: Bench | None = None
 
-    def __init__(self, token: str, key: str | None) -> None:
+    def __init__(self, token: str, key: str | None, ca_certs: str | None) -> None:
         pass
 
     async def take_in(self, url: URL, taken: TakeInBody) -> None:
