@@ -49,10 +49,10 @@ class SimStore:
         """Flip a bit, cut the object short, or take another one. Half of the latter are of another namespace."""
         rng, counts = self._net.rng, self._net.counts
         match rng.randrange(3):
-            case 0:  # a rank without layers of a space has objects without a payload
-                target[rng.randrange(min(HEADER_BYTES, len(target) - 1), len(target))] ^= 1 << rng.randrange(8)
+            case 0 if len(target) > HEADER_BYTES:
+                target[rng.randrange(HEADER_BYTES, len(target))] ^= 1 << rng.randrange(8)
                 counts["stored objects with a flipped bit"] += 1
-            case 1:
+            case 0 | 1:  # a rank without layers of this space has only the header
                 del target[rng.randrange(len(target)) :]
                 counts["stored objects that are cut short"] += 1
             case _:

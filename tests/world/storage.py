@@ -156,8 +156,8 @@ def main() -> None:
     for seed in range(args.first, args.first + args.seeds):
         found += play(seed)
         if seed % 4 == 0:
-            found += play_ranks(seed)
-            found += play_changes(seed)
+            found += play_ranks(seed // 4)
+            found += play_changes(seed // 4)
     for name, count in sorted(found.items()):
         print(f"{count:8} {name}")
     missing = [name for name in HAPPENS if not found[name]]
