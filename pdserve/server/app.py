@@ -171,7 +171,8 @@ def create_app(
     """
     drain_gate = drain_gate or DrainGate(config.disagg.disaggregation_mode)
     checks = grammars or GrammarCheck(config.grammar, tokenizer)
-    peers = MigrationClient(control_token, config.access.admin_api_key or config.access.api_key)
+    access = config.access
+    peers = MigrationClient(control_token, access.admin_api_key or access.api_key, access.ssl_ca_certs)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
