@@ -171,12 +171,12 @@ def smollm2_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def master() -> Iterator[Master]:
-    """A master of Mooncake Store, killed at the end."""
+def master(request: pytest.FixtureRequest) -> Iterator[Master]:
+    """A master of Mooncake Store, killed at the end. The parameter is the lease of objects in milliseconds."""
     from tests.mooncake_master import Master
 
     if importlib.util.find_spec("mooncake") is None:
         pytest.skip("mooncake is not installed")
-    made = Master()
+    made = Master(getattr(request, "param", 100))
     yield made
     made.kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import time
@@ -186,6 +187,21 @@ def mooncake_client(options: StorageOptions) -> Iterator[StorageClient]:
     client = StorageClient(store)
     yield client
     client.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("master", [10_000], indirect=True)
+def test_mooncake_takes_an_object_as_large_as_a_recurrent_state(master: Master) -> None:
+    """The memory of its client is as large as the largest object, which that of Qwen3-Next is for one rank."""
+    state = os.urandom(75 << 20)
+    options = dataclasses.replace(master.options(segment=256 << 20), largest_object=len(state))
+    store = open_storage("mooncake", options)
+    wait_ready(store)
+    try:
+        assert store.put_from(["page", "state"], [memoryview(bytes(SIZE)), memoryview(state)]) == [True, True]
+        assert get(store, "state", len(state)) == state
+    finally:
+        store.close()
 
 
 @pytest.mark.slow

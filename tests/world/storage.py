@@ -100,6 +100,13 @@ def play_weights(seed: int, weights: Sequence[int]) -> Counter[str]:
     return found
 
 
+def stored_by_other_weights(seed: int, shape: Shape, prompts: Sequence[Prompt]) -> dict[str, bytes]:
+    """Return what a monolith of another model of the same layout stores while it answers the same prompts."""
+    net = SimNet(seed, ManualClock(), QUIET)
+    _run(seed, dataclasses.replace(shape, model_weights=shape.model_weights + 1), prompts, net)
+    return net.objects
+
+
 def _run(seed: int, shape: Shape, prompts: Sequence[Prompt], net: SimNet) -> Counter[str]:
     """A monolith on a net, to its end."""
     rng = random.Random(f"storage run {seed}")
@@ -149,8 +156,8 @@ def main() -> None:
     for seed in range(args.first, args.first + args.seeds):
         found += play(seed)
         if seed % 4 == 0:
-            found += play_ranks(seed)
-            found += play_changes(seed)
+            found += play_ranks(seed // 4)
+            found += play_changes(seed // 4)
     for name, count in sorted(found.items()):
         print(f"{count:8} {name}")
     missing = [name for name in HAPPENS if not found[name]]
