@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from pdserve.bench.client import BenchClient, Clock, RequestRecord
+from pdserve.bench.client import BenchClient, BenchRecord, Clock
 from pdserve.bench.load import BenchSession, LoadOutcome, Sleep, arrival_times, run_load
 from pdserve.bench.metrics import METRICS, PERCENTILES, Slo, detailed, summarize
 from pdserve.errors import ConfigError
@@ -67,7 +67,7 @@ class BenchProgress:
     def begin(self, what: str, num_requests: int) -> None:
         """A run begins."""
 
-    def done(self, record: RequestRecord) -> None:
+    def done(self, record: BenchRecord) -> None:
         """A request has ended."""
 
     def end(self, result: Json | None) -> None:

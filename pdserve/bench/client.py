@@ -32,7 +32,7 @@ def backend_of(endpoint: str) -> str:
 
 
 @dataclasses.dataclass(kw_only=True)
-class RequestRecord:
+class BenchRecord:
     """What one request got.
 
     `start_s` is in seconds after the start of the run; all other times are in seconds after `start_s`. `arrivals_s` has
@@ -82,7 +82,7 @@ class RequestRecord:
 class EventReader:
     """Takes a stream's bytes with their times, and fills in a record. Has no clock and no socket of its own."""
 
-    def __init__(self, record: RequestRecord) -> None:
+    def __init__(self, record: BenchRecord) -> None:
         self.record = record
         self.done = False
         self._pending = b""
@@ -266,14 +266,14 @@ class BenchClient:
         except (ValueError, LookupError, TypeError) as error:
             raise ConfigError(f"{url} lists no model; give --model", field="model") from error
 
-    async def send(self, prompt: Prompt, output_len: int, run_start: float = 0.0) -> RequestRecord:
+    async def send(self, prompt: Prompt, output_len: int, run_start: float = 0.0) -> BenchRecord:
         """Send a request and read its answer to the end. Never raises for what the server does.
 
         `run_start` is the clock at the start of the run. Raises ConfigError as `BenchTarget.body`.
         """
         assert self._session is not None
         data = orjson.dumps(self.target.body(prompt, output_len))
-        record = RequestRecord()
+        record = BenchRecord()
         began = self._clock()
         record.start_s = began - run_start
         try:
@@ -293,7 +293,7 @@ class BenchClient:
             record.fail("invalid_answer", f"{type(error).__name__}: {error}")
         return record
 
-    async def _read(self, response: aiohttp.ClientResponse, record: RequestRecord, began: float) -> None:
+    async def _read(self, response: aiohttp.ClientResponse, record: BenchRecord, began: float) -> None:
         reader = EventReader(record)
         async for chunk in response.content.iter_any():
             reader.feed(chunk, self._clock() - began)

@@ -10,10 +10,10 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-from pdserve.bench.client import BenchClient, Clock, Prompt, RequestRecord
+from pdserve.bench.client import BenchClient, BenchRecord, Clock, Prompt
 
 Sleep = Callable[[float], Awaitable[None]]
-OnDone = Callable[[RequestRecord], None]
+OnDone = Callable[[BenchRecord], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class BenchSession:
 class LoadOutcome:
     """Records in the order of the sessions, and the seconds from the start to the last answer."""
 
-    records: list[RequestRecord]
+    records: list[BenchRecord]
     duration_s: float
 
 
@@ -90,10 +90,10 @@ async def run_load(
         gate = asyncio.Semaphore(max_concurrency)
     start = clock()
 
-    async def run_session(session: BenchSession, at_s: float) -> list[RequestRecord]:
+    async def run_session(session: BenchSession, at_s: float) -> list[BenchRecord]:
         if (left := start + at_s - clock()) > 0:
             await sleep(left)
-        records: list[RequestRecord] = []
+        records: list[BenchRecord] = []
         talk = _Talk(session, chat=client.target.backend == "openai-chat")
         for turn in session.turns:
             if records and session.pause_s > 0:
@@ -111,7 +111,7 @@ async def run_load(
     return LoadOutcome(records=[record for records in done for record in records], duration_s=clock() - start)
 
 
-async def _all(runs: Sequence[Awaitable[list[RequestRecord]]]) -> list[list[RequestRecord]]:
+async def _all(runs: Sequence[Awaitable[list[BenchRecord]]]) -> list[list[BenchRecord]]:
     """Await all; when one raises, cancel the others."""
     tasks = [asyncio.ensure_future(run) for run in runs]
     try:

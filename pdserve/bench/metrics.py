@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pdserve.bench.client import RequestRecord
+from pdserve.bench.client import BenchRecord
 from pdserve.errors import ConfigError
 
 Json = dict[str, Any]
@@ -63,7 +63,7 @@ class Slo:
                 raise ConfigError(f"--goodput {word}: the limit must be above 0", field="goodput")
         return cls(limits)
 
-    def holds(self, record: RequestRecord) -> bool:
+    def holds(self, record: BenchRecord) -> bool:
         """Whether a request has a whole answer within every limit. A metric that the answer lacks is within."""
         if record.error_kind is not None:
             return False
@@ -71,12 +71,12 @@ class Slo:
         return all(value is None or value * 1e3 <= self.limits_ms[name] for name, value in found.items())
 
 
-def value_s(record: RequestRecord, metric: str) -> float | None:
+def value_s(record: BenchRecord, metric: str) -> float | None:
     """Return one of `SLO_METRICS` of a request in seconds; None where the answer is too short for it."""
     return {"ttft": record.ttft_s, "ttst": record.ttst_s, "tpot": record.tpot_s, "e2el": record.end_s}[metric]
 
 
-def metric_values_s(records: Sequence[RequestRecord], metric: str) -> list[float]:
+def metric_values_s(records: Sequence[BenchRecord], metric: str) -> list[float]:
     """Return all values of one of `METRICS` in seconds: one per request, or for ITL one per gap."""
     if metric == "itl":
         return [gap for record in records for gap in record.itls_s]
@@ -90,7 +90,7 @@ def percentile_name(percent: float) -> str:
 
 
 def summarize(
-    records: Sequence[RequestRecord],
+    records: Sequence[BenchRecord],
     duration_s: float,
     *,
     slo: Slo | None = None,
@@ -143,13 +143,13 @@ def _spread(name: str, values_s: Sequence[float], percentiles: Sequence[float]) 
     return found
 
 
-def peak_tokens_per_s(records: Sequence[RequestRecord]) -> float:
+def peak_tokens_per_s(records: Sequence[BenchRecord]) -> float:
     """Return the largest number of events with text in one second of the run, counted in whole seconds."""
     seconds = collections.Counter(int(record.start_s + at) for record in records for at in record.arrivals_s)
     return float(max(seconds.values(), default=0))
 
 
-def peak_concurrency(records: Sequence[RequestRecord]) -> int:
+def peak_concurrency(records: Sequence[BenchRecord]) -> int:
     """Return the largest number of requests in flight at one time."""
     ends = [(record.start_s + record.end_s, -1) for record in records]
     running = peak = 0
@@ -159,7 +159,7 @@ def peak_concurrency(records: Sequence[RequestRecord]) -> int:
     return peak
 
 
-def detailed(records: Sequence[RequestRecord]) -> Json:
+def detailed(records: Sequence[BenchRecord]) -> Json:
     """Return the values of each request, under the names of `vllm bench serve --save-detailed`; seconds."""
     return {
         "start_times": [record.start_s for record in records],

@@ -23,7 +23,7 @@ from typing import Any
 from pdserve import __version__
 from pdserve.bench import flags, text_report
 from pdserve.bench.campaign import BenchPlan, BenchProgress, BenchService, Campaign, LoadPoint, wait_ready
-from pdserve.bench.client import BenchClient, BenchTarget, RequestRecord
+from pdserve.bench.client import BenchClient, BenchRecord, BenchTarget
 from pdserve.bench.datasets import make_sessions
 from pdserve.bench.metrics import Slo
 from pdserve.cli.help_pages import CommandParser
@@ -72,7 +72,7 @@ class BarProgress(BenchProgress):
         self._began = time.perf_counter()
         self._bar = tqdm(total=num_requests, desc=what, unit="req", disable=self._disabled, leave=True)
 
-    def done(self, record: RequestRecord) -> None:
+    def done(self, record: BenchRecord) -> None:
         """Advance it."""
         self._failed += record.error_kind is not None
         self._tokens += record.output_tokens

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from pdserve.bench.client import BenchClient, BenchTarget, EventReader, RequestRecord, backend_of
+from pdserve.bench.client import BenchClient, BenchRecord, BenchTarget, EventReader, backend_of
 from pdserve.bench.load import arrival_times, run_load, single
 from pdserve.bench.metrics import Slo, detailed, percentile, summarize
 from pdserve.errors import ConfigError
 from tests.unit.bench.kit import FakeService, SteppedClock, event, piece, plain, serving, usage
 
 
-async def ask(service: FakeService, clock: SteppedClock | None = None, **target: Any) -> RequestRecord:
+async def ask(service: FakeService, clock: SteppedClock | None = None, **target: Any) -> BenchRecord:
     async with serving(service):
         asked = BenchTarget(base_url=service.url + "/v1", model="tiny", **target)
         async with BenchClient(asked, *([] if clock is None else [clock])) as client:
@@ -125,7 +125,7 @@ def test_bodies_follow_the_backend() -> None:
 
 
 def test_an_event_in_pieces_is_one_event() -> None:
-    reader = EventReader(record := RequestRecord())
+    reader = EventReader(record := BenchRecord())
     for index, byte in enumerate(piece(" a") + usage(1, 1)):
         reader.feed(bytes([byte]), index / 1000)
     reader.finish()
