@@ -15,7 +15,8 @@ from pdserve.engine.replica import ReplicaEngine
 from pdserve.errors import ConfigError
 from pdserve.executor.factory import LoadedEngine
 from pdserve.memory.page_keys import KeyNamespace
-from pdserve.memory.tiers.storage import rank_parts
+from pdserve.memory.tiers.host_memory import SPACES
+from pdserve.memory.tiers.storage import object_bytes, rank_parts
 from pdserve.memory.tiers.storage_client import StorageClient
 from pdserve.memory.tiers.storage_port import LocalStoragePort, StoragePort
 from pdserve.memory.tiers.storage_registry import open_storage
@@ -70,7 +71,10 @@ def open_storage_port(
     assert name is not None, "there is a store"
     if tier is None:  # the model cannot have a prefix cache
         raise ConfigError("--hicache-storage-backend needs a prefix cache", field="hicache_storage_backend")
-    client = StorageClient(open_storage(name, config.storage.options), wake, starts_open=name not in OPEN_AT_ONCE)
+    own = context.memory.layout.of_rank(coord)
+    largest = object_bytes(max(own.space_bytes(space) for space in SPACES))
+    options = dataclasses.replace(config.storage.options, largest_object=largest)
+    client = StorageClient(open_storage(name, options), wake, starts_open=name not in OPEN_AT_ONCE)
     stack.callback(client.close)
     return LocalStoragePort(client, rank_parts(coord), tier.pool.slot_bytes)
 

@@ -91,6 +91,8 @@ class HostTier:
         self._counters, self._now, self.policy, self._wake = counters, now, policy, wake
         self._layout = memory.layout
         self._pending: OrderedDict[str, _Pending] = OrderedDict()
+        self._parked: set[str] = set()
+        """Those of `_pending` that agree with a save under way; looked at again once a save has ended."""
         self._saves: list[TierCopy] = []
         self._loads: dict[str, TierCopy] = {}
         self._loaded: dict[str, int] = {}
@@ -142,7 +144,7 @@ class HostTier:
             del self._loads[rid]
             self._end_load(copy)
         if not self._memory.has_prefix_cache:
-            self._pending.clear()
+            self._forget_pending()
             return
         if self.policy == "write_back":
             self._find_dirty()
@@ -197,7 +199,7 @@ class HostTier:
 
     def flush(self) -> int:
         """Drop all slots that no copy uses, and the results of copies under way; return the number of slots."""
-        self._pending.clear()
+        self._forget_pending()
         for copy in (*self._saves, *self._loads.values()):
             copy.is_wanted = False
         return self.pool.flush()
@@ -227,17 +229,26 @@ class HostTier:
 
     def _add(self, rid: str, token_ids: bytes, after: int = 0) -> None:
         self._pending[rid] = _Pending(token_ids, after)
+        self._parked.discard(rid)
         if len(self._pending) > MAX_PENDING:
-            _, dropped = self._pending.popitem(last=False)
+            oldest, dropped = self._pending.popitem(last=False)
+            self._parked.discard(oldest)
             self._drop(len(dropped.token_ids) // TOKEN_BYTES)
 
+    def _forget_pending(self) -> None:
+        self._pending.clear()
+        self._parked.clear()
+
     def _start_saves(self) -> None:
-        for rid in list(self._pending):
+        if len(self._saves) == MAX_SAVES or len(self._parked) == len(self._pending):
+            return
+        for rid in [rid for rid in self._pending if rid not in self._parked]:
             if len(self._saves) == MAX_SAVES:
                 return
             pending = self._pending[rid]
             if any(_agree(copy.token_ids, pending.token_ids) for copy in self._saves):
-                continue  # its pages may be in the tier soon
+                self._parked.add(rid)  # its pages may be in the tier soon
+                continue
             del self._pending[rid]
             self._start_save(rid, pending)
 
@@ -274,6 +285,7 @@ class HostTier:
         self._saves.append(self._copy(rid, begin, device, host, copies, self._executor.start_save))
 
     def _end_save(self, copy: TierCopy) -> None:
+        self._parked.clear()
         if copy.is_wanted:
             self.pool.store(copy.host, copy.token_ids)
             self._counters["hicache_backup_tokens"] += copy.num_tokens
@@ -403,5 +415,4 @@ class HostTier:
 
 def _agree(one: bytes, other: bytes) -> bool:
     """Whether two prompts, each of whole pages, begin alike, so that copies of both would copy the same pages."""
-    least = min(len(one), len(other))
-    return one[:least] == other[:least]
+    return one.startswith(other) or other.startswith(one)

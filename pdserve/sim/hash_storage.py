@@ -48,9 +48,9 @@ class SimStore:
     def _damage(self, target: bytearray) -> None:
         rng = self._net.rng
         match rng.randrange(3):
-            case 0:
+            case 0 if len(target) > HEADER_BYTES:
                 target[rng.randrange(HEADER_BYTES, len(target))] ^= 1 << rng.randrange(8)
-            case 1:
+            case 0 | 1:  # a rank without layers of this space has only the header
                 del target[rng.randrange(len(target)) :]
             case _:
                 if self.objects:

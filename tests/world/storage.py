@@ -15,12 +15,11 @@ from typing import get_args
 from pdserve.base.clock import ManualClock
 from pdserve.base.parallel import ParallelShape
 from pdserve.config.tier_group import PrefetchPolicy
-from pdserve.protocol.messages import AbortRequest
 from pdserve.sim.cluster import Cluster, Layout
 from pdserve.sim.network import Faults, SimNet
-from pdserve.sim.node import SimNode, monolith_tokens
-from pdserve.sim.shape import Prompt, Shape, request
-from tests.world.pressure import counts_of, pressured, run_pair
+from pdserve.sim.node import monolith_tokens
+from pdserve.sim.shape import Prompt, Shape
+from tests.world.pressure import counts_of, pressured, run_alone, run_pair
 from tests.world.workload import with_drafts, with_groups, with_states
 
 KINDS = {
@@ -104,24 +103,7 @@ def play_weights(seed: int, weights: Sequence[int]) -> Counter[str]:
 def _run(seed: int, shape: Shape, prompts: Sequence[Prompt], net: SimNet) -> Counter[str]:
     """A monolith on a net, to its end."""
     rng = random.Random(f"storage run {seed}")
-    expected = monolith_tokens(shape, prompts)
-    node = SimNode("null", shape, net, "mono", "mono")
-    todo = list(enumerate(prompts))
-    for _ in range(20_000):
-        net.clock.advance(0.05)
-        net.deliver()
-        if todo and rng.random() < 0.3:
-            index, prompt = todo.pop()
-            node.mailbox.post(request(f"r{index}", prompt, None))
-        if rng.random() < 0.01:
-            node.mailbox.post(AbortRequest(rid=f"r{rng.randrange(len(prompts))}"))
-        if not node.scheduler.step() and not todo and node.idle:
-            break
-    assert node.idle, f"seed {seed}: stuck with {node.scheduler.role.queues()}"
-    assert not node.leaks(), f"seed {seed}: {node.leaks()}"
-    for index, tokens in enumerate(expected):
-        half = node.halves[f"r{index}"]
-        assert half.finish is not None and (half.finish.type == "abort" or half.tokens == tokens), f"seed {seed}"
+    node = run_alone(seed, shape, prompts, rng, arrivals=0.3, net=net)
     return counts_of(node) + net.counts
 
 
@@ -167,8 +149,8 @@ def main() -> None:
     for seed in range(args.first, args.first + args.seeds):
         found += play(seed)
         if seed % 4 == 0:
-            found += play_ranks(seed)
-            found += play_changes(seed)
+            found += play_ranks(seed // 4)
+            found += play_changes(seed // 4)
     for name, count in sorted(found.items()):
         print(f"{count:8} {name}")
     missing = [name for name in HAPPENS if not found[name]]

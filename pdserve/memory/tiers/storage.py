@@ -41,7 +41,8 @@ class StorageError(PdserveError):
 
 
 class Storage(Protocol):
-    """Bytes by key. A `StorageClient` calls it on two threads: puts on one, gets on the other, `exists` on both.
+    """Bytes by key. A `StorageClient` calls it on two threads: puts on one, gets and discards on the other, `exists` on
+    both.
 
     A key is text of letters, digits, `-` and `_`, at most 128 of them. One key always has the same bytes, so a put of a
     key that the store has may keep the old object. Calls may block; the client bounds what depends on them.
@@ -73,6 +74,14 @@ class Storage(Protocol):
 
     def put_from(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
         """Store each buffer under its key; return whether each was taken. True is no promise that it can be read.
+
+        Raises:
+            StorageError: the store is away.
+        """
+        ...
+
+    def discard(self, keys: Sequence[str]) -> None:
+        """Remove objects that could not be read or are damaged, so that a later put of their keys stores them again.
 
         Raises:
             StorageError: the store is away.

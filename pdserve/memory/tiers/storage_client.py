@@ -238,7 +238,7 @@ class StorageClient:
             job.num_found = num_leading if job.find_end is None else job.find_end(num_leading, count)
 
     def _get(self, job: Transfer, staging: _Staging) -> None:
-        """Read the pages of a job up to the first miss."""
+        """Read the pages of a job up to the first miss, whose object is discarded: else no put would replace it."""
         done = self._get_batches(job, staging)
         if not job.is_cancelled:
             self.breaker.read(found=done)
@@ -255,6 +255,7 @@ class StorageClient:
                 miss = check(stored, identity) if was_read else Miss.ABSENT
                 if miss is not None:
                     self.counts.misses[miss] += 1
+                    self._call(GET, functools.partial(self.storage.discard, [identity.key]))
                     if miss is not Miss.ABSENT:
                         log.warning("an object of the store %s is not used: %s", self.storage.name, miss)
                     return job.num_done > 0

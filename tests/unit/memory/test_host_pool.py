@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from pdserve.engine.build_tier import check_host_memory
+from pdserve.base.parallel import ParallelShape
+from pdserve.config import ServerConfig
+from pdserve.config.groups import ParallelConfig
+from pdserve.engine.build_tier import check_host_memory, layouts_on_host
 from pdserve.errors import ConfigError
 from pdserve.memory.layout import PageSpace
 from pdserve.memory.prefix_cache import token_bytes
@@ -110,7 +115,21 @@ def test_bytes_of_a_slot_and_a_flush() -> None:
 def test_a_host_without_the_memory_for_the_slots_refuses_the_flag(by_size: bool, field: str) -> None:
     slots = {TOKENS: 4, WINDOW: 2, SLOTS: 1}
     needed = sum(count * HYBRID.space_bytes(space) for space, count in slots.items())
-    check_host_memory(HYBRID, slots, by_size=by_size, available=needed)
+    check_host_memory([HYBRID], slots, by_size=by_size, available=needed)
     with pytest.raises(ConfigError, match=f"lower --{field.replace('_', '-')}") as refused:
-        check_host_memory(HYBRID, slots, by_size=by_size, available=needed - 1)
+        check_host_memory([HYBRID], slots, by_size=by_size, available=needed - 1)
     assert refused.value.field == field
+
+
+def test_the_ranks_of_a_host_share_its_memory() -> None:
+    layout, slots = hash_layout(4, num_heads=2), {TOKENS: 4}
+    config = ServerConfig(parallel=ParallelConfig(tp_size=2, pp_size=2, nnodes=2, dp_size=1))
+    shape = ParallelShape(tp_size=2, pp_size=2)
+    for rank in range(4):
+        built = SimpleNamespace(device=SimpleNamespace(type="cpu"), coord=shape.coord(rank), layout=layout)
+        found = layouts_on_host(config, built)  # type: ignore[arg-type]
+        assert found == [layout.of_rank(shape.coord(one)) for one in ((0, 1), (2, 3))[rank // 2]]
+    needed = sum(4 * one.space_bytes(TOKENS) for one in found)
+    check_host_memory(found, slots, by_size=True, available=needed)
+    with pytest.raises(ConfigError, match="for 2 ranks of this host"):
+        check_host_memory(found, slots, by_size=True, available=needed - 1)

@@ -299,12 +299,16 @@ def test_a_look_up_finds_the_last_end_whose_state_is_stored(client: StorageClien
 
 
 def test_damaged_object_is_a_miss(client: StorageClient, store: BadStore) -> None:
-    """A damaged page ends the read; its bytes are not copied."""
+    """A damaged page ends the read; its bytes are not copied. The next put replaces it."""
     put(client, 3)
     store.damage = 1
     job, buffers = fetch(client, 3)
     assert job.num_done == 0 and not any(map(any, buffers))
     assert client.counts.misses == {Miss.CHECKSUM: 1}
+    store.damage = 0
+    assert store.exists([page_ids(1)[0].key]) == 0
+    put(client, 3)
+    assert fetch(client, 3)[0].num_done == 3
 
 
 def test_lying_store_is_left_alone(client: StorageClient, store: BadStore) -> None:
