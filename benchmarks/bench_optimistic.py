@@ -31,8 +31,6 @@ METRICS = (
     ("output_tok_s", "output tok/s", 1),
     ("itl_p99_ms", "ITL p99, ms", 1),
 )
-Rounds = dict[str, list[dict[str, float]]]
-"""For each side the metrics of each round."""
 
 
 def decode_tokens(args: argparse.Namespace) -> int:
@@ -67,33 +65,16 @@ def measure(args: argparse.Namespace, url: str, seed: int, count: int) -> dict[s
     }
 
 
-def run_rounds(args: argparse.Namespace, urls: dict[str, str]) -> Rounds:
-    """Warm up, then both in turn; who is first changes with the round."""
+def run_rounds(args: argparse.Namespace, urls: dict[str, str]) -> report.Rounds:
+    """Warm up, then both in turn."""
     for url in urls.values():
         measure(args, url, 0, args.concurrency)
-    rounds: Rounds = {side: [] for side in urls}
-    for index in range(args.rounds):
-        for side in urls if index % 2 == 0 else reversed(urls):
-            rounds[side].append(measure(args, urls[side], args.seed + index + 1, args.requests))
-            print(f"round {index} {side:<25} {rounds[side][-1]}", flush=True)
-    return rounds
+    return report.interleaved_rounds(
+        list(urls), args.rounds, lambda side, index: measure(args, urls[side], args.seed + index + 1, args.requests)
+    )
 
 
-def table(rounds: Rounds) -> str:
-    """Both sides, and their ratio."""
-    rows = [
-        [side, *(report.spread_of([one[name] for one in found]).show(digits) for name, _, digits in METRICS)]
-        for side, found in rounds.items()
-    ]
-    ratios = [
-        report.ratios([one[name] for one in rounds[ON]], [one[name] for one in rounds[OFF]]).show(2, "x")
-        for name, _, _ in METRICS
-    ]
-    rows.append([f"{ON} / {OFF}", *ratios])
-    return report.markdown_table(["prefill", *(label for _, label, _ in METRICS)], rows)
-
-
-def document(args: argparse.Namespace, facts: dict[str, Any], rounds: Rounds) -> str:
+def document(args: argparse.Namespace, facts: dict[str, Any], rounds: report.Rounds) -> str:
     """The whole report in Markdown."""
     return f"""# Optimistic prefill on CPU, {facts["date"]}
 
@@ -101,7 +82,7 @@ def document(args: argparse.Namespace, facts: dict[str, Any], rounds: Rounds) ->
 and {args.output_len} output tokens; decode's pool has {decode_tokens(args)} tokens, for {args.fits} of them. \
 1P1D with {args.threads} thread(s) each. Median of {args.rounds} interleaved rounds (least-most).
 
-{table(rounds)}
+{report.sides_table("prefill", rounds, METRICS)}
 
 {report.footer(facts, own_load=2 * args.threads)}
 """

@@ -29,8 +29,6 @@ METRICS = (
     ("itl_p50_ms", "ITL p50, ms", 1),
     ("itl_p99_ms", "ITL p99, ms", 1),
 )
-Rounds = dict[str, list[dict[str, float]]]
-"""For each side the metrics of each round."""
 
 
 def measure(args: argparse.Namespace, url: str, seed: int, output_len: int) -> dict[str, float]:
@@ -56,40 +54,23 @@ def measure(args: argparse.Namespace, url: str, seed: int, output_len: int) -> d
     }
 
 
-def run_rounds(args: argparse.Namespace, urls: dict[str, str]) -> Rounds:
-    """Warm up, then both in turn; who is first changes with the round."""
+def run_rounds(args: argparse.Namespace, urls: dict[str, str]) -> report.Rounds:
+    """Warm up, then both in turn."""
     for url in urls.values():
         measure(args, url, 0, 8)
-    rounds: Rounds = {side: [] for side in urls}
-    for index in range(args.rounds):
-        for side in urls if index % 2 == 0 else reversed(urls):
-            rounds[side].append(measure(args, urls[side], args.seed + index + 1, args.output_len))
-            print(f"round {index} {side:<14} {rounds[side][-1]}", flush=True)
-    return rounds
+    return report.interleaved_rounds(
+        list(urls), args.rounds, lambda side, index: measure(args, urls[side], args.seed + index + 1, args.output_len)
+    )
 
 
-def table(rounds: Rounds) -> str:
-    """Both sides, and their ratio."""
-    rows = [
-        [side, *(report.spread_of([one[name] for one in found]).show(digits) for name, _, digits in METRICS)]
-        for side, found in rounds.items()
-    ]
-    ratios = [
-        report.ratios([one[name] for one in rounds[ON]], [one[name] for one in rounds[OFF]]).show(2, "x")
-        for name, _, _ in METRICS
-    ]
-    rows.append([f"{ON} / {OFF}", *ratios])
-    return report.markdown_table(["steps", *(label for _, label, _ in METRICS)], rows)
-
-
-def document(args: argparse.Namespace, facts: dict[str, Any], rounds: Rounds) -> str:
+def document(args: argparse.Namespace, facts: dict[str, Any], rounds: report.Rounds) -> str:
     """The whole report in Markdown."""
     return f"""# Overlap scheduling on CPU, {facts["date"]}
 
 {args.model}, {args.dtype}: {args.streams} streams of {args.output_len} tokens, prompts of {args.input_len}; monoliths \
 with {args.threads} thread(s). Median of {args.rounds} interleaved rounds (least-most).
 
-{table(rounds)}
+{report.sides_table("steps", rounds, METRICS)}
 
 {report.footer(facts, own_load=args.threads)}
 """

@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,32 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, num_
         return "| " + " | ".join(c.ljust(w) if i < num_text else c.rjust(w) for i, (c, w) in pairs) + " |"
 
     return "\n".join([line(header), line(rule), *(line(row) for row in rows)])
+
+
+Rounds = dict[str, list[dict[str, float]]]
+"""For each side the metrics of each round."""
+
+
+def interleaved_rounds(sides: Sequence[str], count: int, measure: Callable[[str, int], dict[str, float]]) -> Rounds:
+    """Measure all sides `count` times in turn; the first side changes with the round. `measure` gets side and round."""
+    rounds: Rounds = {side: [] for side in sides}
+    for index in range(count):
+        for side in sides if index % 2 == 0 else reversed(sides):
+            rounds[side].append(measure(side, index))
+            print(f"round {index} {side:<25} {rounds[side][-1]}", flush=True)
+    return rounds
+
+
+def sides_table(head: str, rounds: Rounds, metrics: Sequence[tuple[str, str, int]]) -> str:
+    """A table of both sides and the ratio of the second to the first; `metrics`: key, label and digits of each."""
+    rows = [
+        [side, *(spread_of([one[name] for one in found]).show(digits) for name, _, digits in metrics)]
+        for side, found in rounds.items()
+    ]
+    off, on = rounds
+    found = [ratios([one[name] for one in rounds[on]], [one[name] for one in rounds[off]]) for name, _, _ in metrics]
+    rows.append([f"{on} / {off}", *(one.show(2, "x") for one in found)])
+    return markdown_table([head, *(label for _, label, _ in metrics)], rows)
 
 
 def machine() -> dict[str, Any]:

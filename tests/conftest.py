@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import faulthandler
 import fcntl
+import importlib.util
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 if TYPE_CHECKING:
+    from tests.mooncake_master import Master
     from tests.mtp import MTPReference
     from tests.tiny import Family
 
@@ -166,3 +168,15 @@ def smollm2_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
         first = resolve_model_path("smollm2")
         assert resolve_model_path("smollm2") == first
     return first
+
+
+@pytest.fixture
+def master(request: pytest.FixtureRequest) -> Iterator[Master]:
+    """A master of Mooncake Store, killed at the end. The parameter is the lease of objects in milliseconds."""
+    from tests.mooncake_master import Master
+
+    if importlib.util.find_spec("mooncake") is None:
+        pytest.skip("mooncake is not installed")
+    made = Master(getattr(request, "param", 100))
+    yield made
+    made.kill()

@@ -17,15 +17,18 @@ CLEAN_UP_S = 10.0
 class Master:
     """A real `mooncake_master` on ports of its own."""
 
-    def __init__(self) -> None:
-        self.port, self._metrics = free_port(), free_port()
+    def __init__(self, lease_ms: int = 100) -> None:
+        """`lease_ms`: for so long an object stays after a call has found it."""
+        self.port, self._metrics, self._lease_ms = free_port(), free_port(), lease_ms
         self.process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
         program = Path(sys.executable).with_name("mooncake_master")
         ports = [f"--rpc_port={self.port}", f"--metrics_port={self._metrics}"]
         quiet = subprocess.DEVNULL
-        process = subprocess.Popen([program, *ports, "--default_kv_lease_ttl=100"], stdout=quiet, stderr=quiet)
+        process = subprocess.Popen(
+            [program, *ports, f"--default_kv_lease_ttl={self._lease_ms}"], stdout=quiet, stderr=quiet
+        )
         wait_until(lambda: can_connect(self.port), "the master listens")
         return process
 

@@ -1,4 +1,4 @@
-"""Hosts: their addresses, warnings about open ports, and patterns for the prefill servers that requests may name.
+"""Hosts: addresses, URLs, warnings about open ports, and patterns for the prefill servers that requests may name.
 
     10.0.0.2          10.0.0.2:8998          an address, at all ports or one
     10.0.0.0/24       [fd00::/8]:8998        a network
@@ -18,6 +18,7 @@ import logging
 import re
 import socket
 from collections.abc import Iterable, Sequence
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -147,6 +148,25 @@ def url_host(host: str) -> str:
     """Return `host` for a URL used on this machine: any-address becomes loopback, IPv6 gets brackets."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def server_url(text: str, *, field: str) -> str:
+    """Return the base URL `http(s)://host[:port]` of a server, without a trailing slash.
+
+    Raises:
+        ConfigError: `text` is no URL, or has more than scheme, host and port. The message names the flag of `field`.
+    """
+    flag = f"--{field.replace('_', '-')}"
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"{flag} {text!r} is not a URL: {error}", field=field) from error
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        raise ConfigError(f"{flag} needs a URL such as http://127.0.0.1:30000, got {text!r}", field=field)
+    if parts.path.strip("/") or parts.query or parts.fragment or parts.username is not None:
+        raise ConfigError(f"{flag} takes scheme, host and port only, got {text!r}", field=field)
+    return f"{parts.scheme}://{parts.netloc}"
 
 
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?")

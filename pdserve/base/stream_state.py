@@ -12,6 +12,7 @@ lines from streams and the field from bodies. Used by `server/generation.py` and
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import msgspec
@@ -25,9 +26,25 @@ RESUME_FIELD = "pdserve_resume"
 MARK = b": pdserve "
 EVENT_END = b"\n\n"
 DONE = b"data: [DONE]\n\n"
+MESSAGE_STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 MAX_HEAD_CHARS = 1024
 
 ShortText = msgspec.Meta(max_length=MAX_HEAD_CHARS)
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamForm:
+    """Events by which the streams of one API end."""
+
+    last: bytes
+    error: bytes
+    """The first bytes of an error event."""
+    after_error: bytes
+    """Events after an error event."""
+
+
+OPENAI_STREAM = StreamForm(DONE, b'data: {"error":', DONE)
+ANTHROPIC_STREAM = StreamForm(MESSAGE_STOP, b"event: error\n", b"")
 
 
 class EventState(msgspec.Struct, omit_defaults=True):
@@ -36,8 +53,9 @@ class EventState(msgspec.Struct, omit_defaults=True):
     `token_ids`: tokens since the previous event; the event holds their text as far as it is complete.
     `head`: fields common to all events, in the first event only. `logprobs`: `[logprob, top, picked]` of each token, if
     events repeat those of earlier tokens. `tail`: in the last event with tokens, the rest of the stream except
-    `[DONE]`; None while more tokens follow. `cached_details`: the fields of `CachedTokensDetails`; None: all cached
-    tokens were on the device.
+    its last event (`StreamForm.last`); None while more tokens follow. `cached_details`: the fields of
+    `CachedTokensDetails`; None: all cached tokens were on the device. `group`: number of events that hold the text of
+    these tokens, this one included; a router passes on all or none of them.
     """
 
     token_ids: list[int] = msgspec.field(default_factory=list)
@@ -46,6 +64,7 @@ class EventState(msgspec.Struct, omit_defaults=True):
     logprobs: list[Any] | None = None
     tail: str | None = None
     cached_details: dict[str, int | None] | None = None
+    group: int = 1
 
     def line(self) -> bytes:
         """Encode the state as a comment line, with its line break."""

@@ -7,8 +7,8 @@ import functools
 import math
 from collections.abc import Iterator
 from typing import Literal
-from urllib.parse import urlsplit
 
+from pdserve.base.hosts import server_url
 from pdserve.config.access_group import flag
 from pdserve.errors import ConfigError
 
@@ -56,7 +56,7 @@ class PairingConfig:
         field = "disaggregation_prefill"
         text = self.disaggregation_prefill
         words = [] if text is None else text.replace(",", " ").split()
-        urls = tuple(_server_url(word, field) for word in words)
+        urls = tuple(server_url(word, field=field) for word in words)
         if text is not None and not 1 <= len(urls) <= MAX_PREFILL_SERVERS:
             _refuse(field, text, f"must be 1 to {MAX_PREFILL_SERVERS} URLs")
         if len(set(urls)) < len(urls):
@@ -89,21 +89,6 @@ ROLE_FLAGS = {
     "decode": ("disaggregation_prefill", "disaggregation_prefill_choice", "disaggregation_prefill_api_key"),
 }
 """The only role in which a flag has an effect."""
-
-
-def _server_url(text: str, field: str) -> str:
-    """Return the base URL of a server without a trailing slash."""
-    flag_name = f"--{field.replace('_', '-')}"
-    try:
-        parts = urlsplit(text)
-        port = parts.port
-    except ValueError as error:
-        raise ConfigError(f"{flag_name} {text!r} is not a URL: {error}", field=field) from error
-    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
-        raise ConfigError(f"{flag_name} needs URLs such as http://127.0.0.1:30000, got {text!r}", field=field)
-    if parts.path.strip("/") or parts.query or parts.fragment or parts.username is not None:
-        raise ConfigError(f"{flag_name} takes scheme, host and port only, got {text!r}", field=field)
-    return f"{parts.scheme}://{parts.netloc}"
 
 
 def _refuse(field: str, value: object, rule: str) -> None:

@@ -22,7 +22,8 @@ class StorageOptions:
     `threshold_tokens`: a prompt with fewer tokens beyond the other tiers is not looked up. `timeout_base_s` and
     `timeout_per_ki_token_s`: seconds that a look-up may take, and more for each 1,024 tokens. `decode_stride`: a decode
     server that stores what it generates does so after this many tokens of a running request, rounded up to whole pages;
-    0: only when the request ends. `of_backend`: the other options, which the backend reads.
+    0: only when the request ends. `of_backend`: the other options, which the backend reads. `largest_object`: bytes of
+    the largest object of this rank, header included; 0: not known.
     """
 
     threshold_tokens: int = 256
@@ -30,6 +31,7 @@ class StorageOptions:
     timeout_per_ki_token_s: float = 0.25
     decode_stride: int = 256
     of_backend: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    largest_object: int = 0
 
     def deadline_s(self, num_tokens: int) -> float:
         """Return how many seconds a look-up of `num_tokens` tokens may take."""

@@ -14,9 +14,9 @@ from pdserve.engine.kv_events import key_namespace
 from pdserve.engine.replica import ReplicaEngine
 from pdserve.errors import ConfigError
 from pdserve.executor.factory import LoadedEngine
-from pdserve.memory.layout import PageSpace
 from pdserve.memory.page_keys import KeyNamespace
-from pdserve.memory.tiers.storage import shard_name
+from pdserve.memory.tiers.host_memory import SPACES
+from pdserve.memory.tiers.storage import object_bytes, rank_parts
 from pdserve.memory.tiers.storage_client import StorageClient
 from pdserve.memory.tiers.storage_port import LocalStoragePort, StoragePort
 from pdserve.memory.tiers.storage_registry import open_storage
@@ -38,18 +38,11 @@ def storage_namespace(config: ServerConfig, engine: ReplicaEngine) -> KeyNamespa
     Pages of a server with a draft model have the drafter's KV too, so its weights belong to the namespace.
 
     Raises:
-        ConfigError: the model has pages that are not stored.
         ModelError: the weight files cannot be read.
     """
     name = config.storage.hicache_storage_backend
     if name is None or not config.wants_host_tier:
         return None
-    spaces = {group.space for group in engine.built.layout.groups}
-    if spaces - {PageSpace.TOKENS}:
-        raise ConfigError(
-            f"--hicache-storage-backend {name}: window pages and recurrent states are not stored yet",
-            field="hicache_storage_backend",
-        )
     namespace = key_namespace(config, engine)
     facts = engine.draft_facts()
     if facts:
@@ -78,13 +71,12 @@ def open_storage_port(
     assert name is not None, "there is a store"
     if tier is None:  # the model cannot have a prefix cache
         raise ConfigError("--hicache-storage-backend needs a prefix cache", field="hicache_storage_backend")
-    client = StorageClient(open_storage(name, config.storage.options), wake, starts_open=name not in OPEN_AT_ONCE)
+    own = context.memory.layout.of_rank(coord)
+    largest = object_bytes(max(own.space_bytes(space) for space in SPACES))
+    options = dataclasses.replace(config.storage.options, largest_object=largest)
+    client = StorageClient(open_storage(name, options), wake, starts_open=name not in OPEN_AT_ONCE)
     stack.callback(client.close)
-    shape = coord.shape
-    part = shard_name(
-        "tokens", tp_rank=coord.tp_rank, tp_size=shape.tp_size, pp_rank=coord.pp_rank, pp_size=shape.pp_size
-    )
-    return LocalStoragePort(client, part, tier.pool.page_bytes)
+    return LocalStoragePort(client, rank_parts(coord), tier.pool.slot_bytes)
 
 
 def leader_port(engine: ReplicaEngine, own: StoragePort, wake: Callable[[], None]) -> StoragePort:
@@ -118,4 +110,5 @@ def add_storage_tier(
         options=config.storage.options,
         policy=config.storage.hicache_storage_prefetch_policy,
         stores_decode=config.storage.disaggregation_decode_enable_offload_kvcache,
+        state_grid=context.limits.state_grid,
     )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from pdserve.base.host_memory import available_bytes
 from pdserve.config import ServerConfig
 from pdserve.engine.replica import ReplicaEngine
 from pdserve.errors import ConfigError
-from pdserve.executor.factory import LoadedEngine
+from pdserve.executor.factory import LoadedEngine, LocalRanks
 from pdserve.executor.page_copies import pinned
 from pdserve.memory.layout import KVLayout, PageSpace
 from pdserve.memory.tiers.host_memory import HostMemory, slots_for, zeros
@@ -29,11 +29,27 @@ def connect_leader(engine: ReplicaEngine, wake: Callable[[], None]) -> None:
     group.executor.copy_ends = RankCopyEnds(group.log, reports.add, reports)
 
 
-def check_host_memory(layout: KVLayout, num_slots: Mapping[PageSpace, int], *, by_size: bool, available: int) -> None:
+def layouts_on_host(config: ServerConfig, built: LoadedEngine) -> list[KVLayout]:
+    """Return the KV layouts of the ranks whose slots this host's free memory must hold, one for each rank.
+
+    On the CPU the memory of slots is committed as they are used, so those of the other ranks, and replicas, count too.
+    Pinned memory is taken at once, so what other ranks have taken is no longer free.
+    """
+    if built.device.type == "cuda":
+        return [built.layout.of_rank(built.coord)]
+    local, shape = LocalRanks.of(config.parallel, built.coord), built.coord.shape
+    first = built.coord.rank - local.index
+    ranks = range(first, first + local.count)
+    return [built.layout.of_rank(shape.coord(rank)) for rank in ranks] * config.parallel.dp_size
+
+
+def check_host_memory(
+    layouts: Sequence[KVLayout], num_slots: Mapping[PageSpace, int], *, by_size: bool, available: int
+) -> None:
     """Check that this host has the memory that a host tier's slots will take.
 
     Args:
-        layout: the KV layout of the ranks on this host together.
+        layouts: the KV layout of each rank on this host.
         num_slots: slots of each space.
         by_size: True when `--hicache-size` sets the number of slots, False when `--hicache-ratio` does.
         available: bytes of host memory that are free.
@@ -41,11 +57,13 @@ def check_host_memory(layout: KVLayout, num_slots: Mapping[PageSpace, int], *, b
     Raises:
         ConfigError: the slots take more than `available`. The field is that of the flag.
     """
-    needed = sum(count * layout.space_bytes(space) for space, count in num_slots.items())
+    needed = sum(count * layout.space_bytes(space) for space, count in num_slots.items() for layout in layouts)
     if needed > available:
+        of_ranks = f" for {len(layouts)} ranks of this host" if len(layouts) > 1 else ""
         field = "hicache_size" if by_size else "hicache_ratio"
         raise ConfigError(
-            f"the host tier would take {needed / 1e9:.2f} GB of host memory, and {available / 1e9:.2f} GB are free; "
+            f"the host tier would take {needed / 1e9:.2f} GB of host memory{of_ranks}, and {available / 1e9:.2f} GB "
+            "are free; "
             f"lower --{field.replace('_', '-')}" + ("" if by_size else ", or set --hicache-size (GB)"),
             field=field,
         )
@@ -55,7 +73,7 @@ def make_host_pool(config: ServerConfig, built: LoadedEngine) -> HostPool | None
     """Make this rank's host tier; None where there is none.
 
     Raises:
-        ConfigError: this rank's slots take more host memory than is free.
+        ConfigError: the slots of the ranks on this host take more host memory than is free.
     """
     if not config.wants_host_tier:
         return None
@@ -69,7 +87,7 @@ def make_host_pool(config: ServerConfig, built: LoadedEngine) -> HostPool | None
     num_slots = slots_for(layout, pages, ratio=config.tier.hicache_ratio, num_bytes=num_bytes)
     allocate = pinned if built.device.type == "cuda" else zeros
     own = layout.of_rank(built.coord)
-    check_host_memory(own, num_slots, by_size=num_bytes > 0, available=available_bytes())
+    check_host_memory(layouts_on_host(config, built), num_slots, by_size=num_bytes > 0, available=available_bytes())
     memory = HostMemory(own, num_slots, allocate)
     built.executor.open_host_tier(memory)
     log.info("host tier: %d tokens, %.2f GB", layout.tokens_in(num_slots[PageSpace.TOKENS]), memory.num_bytes / 1e9)

@@ -153,11 +153,11 @@ class PageCopier:
 
     def start_save(self, copies: Sequence[PageCopies]) -> CopyHandle:
         """See `Executor.start_save`."""
-        return self._start(copies, self._save)
+        return self._start(copies, to_host=True)
 
     def start_load(self, copies: Sequence[PageCopies]) -> CopyHandle:
         """See `Executor.start_load`."""
-        return self._start(copies, self._load)
+        return self._start(copies, to_host=False)
 
     def close(self) -> None:
         """Make the copies that have been started, then end the thread."""
@@ -165,13 +165,13 @@ class PageCopier:
             self._jobs.put(None)
             self._thread.join()
 
-    def _start(self, copies: Sequence[PageCopies], copy: Callable[[PageCopies, GroupPart], None]) -> CopyHandle:
+    def _start(self, copies: Sequence[PageCopies], *, to_host: bool) -> CopyHandle:
         handle, own = PendingCopy(), tuple(copies)
 
         def run() -> None:
             for one in own:
                 for part in self._host.parts[one.space]:
-                    copy(one, part)
+                    self._copy(one, part, to_host=to_host)
             if self._stream is not None:
                 self._stream.synchronize()
 
@@ -193,28 +193,24 @@ class PageCopier:
             else:
                 handle.end()
 
-    def _save(self, copies: PageCopies, part: GroupPart) -> None:
+    def _copy(self, copies: PageCopies, part: GroupPart, *, to_host: bool) -> None:
         slab = self._host.slabs[copies.space]
         if self._stream is None:
-            self._move(slab, part, copies, to_host=True)
+            self._move(slab, part, copies, to_host=to_host)
             return
         rows, host = self._pools[part.group].pages_as_bytes, torch.from_numpy(slab)
         for pages, slots in _pieces(copies, part):
-            gathered = rows.index_select(0, to_device(np.asarray(pages, dtype=np.int64), self._device))
-            for index, slot in enumerate(slots):
-                host[slot, part.start : part.start + part.num_bytes].copy_(gathered[index], non_blocking=True)
-
-    def _load(self, copies: PageCopies, part: GroupPart) -> None:
-        slab = self._host.slabs[copies.space]
-        if self._stream is None:
-            self._move(slab, part, copies, to_host=False)
-            return
-        rows, host = self._pools[part.group].pages_as_bytes, torch.from_numpy(slab)
-        for pages, slots in _pieces(copies, part):
-            staged = torch.empty((len(pages), part.num_bytes), dtype=torch.uint8, device=self._device)
-            for index, slot in enumerate(slots):
-                staged[index].copy_(host[slot, part.start : part.start + part.num_bytes], non_blocking=True)
-            rows.index_copy_(0, to_device(np.asarray(pages, dtype=np.int64), self._device), staged)
+            index = to_device(np.asarray(pages, dtype=np.int64), self._device)
+            if to_host:
+                staged = rows.index_select(0, index)
+            else:
+                staged = torch.empty((len(pages), part.num_bytes), dtype=torch.uint8, device=self._device)
+            for number, slot in enumerate(slots):
+                own, other = staged[number], host[slot, part.start : part.start + part.num_bytes]
+                target, source = (other, own) if to_host else (own, other)
+                target.copy_(source, non_blocking=True)
+            if not to_host:
+                rows.index_copy_(0, index, staged)
 
     def _move(self, slab: Bytes, part: GroupPart, copies: PageCopies, *, to_host: bool) -> None:
         """Copy between a pool and a slab on CPU. `memmove` lets other threads run."""

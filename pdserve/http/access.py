@@ -168,7 +168,11 @@ CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
 GENERATE_PATH = "/generate"
 RESPONSES_PATH = "/v1/responses"
-GENERATING = (CHAT_PATH, COMPLETIONS_PATH, GENERATE_PATH, RESPONSES_PATH)
+MESSAGES_PATH = "/v1/messages"
+COUNT_TOKENS_PATH = "/v1/messages/count_tokens"
+BILLING_HEADER = "x-anthropic-billing-header:"
+"""Start of a system text of Claude Code that changes with every request, and would end the common prefix of prompts."""
+GENERATING = (CHAT_PATH, COMPLETIONS_PATH, GENERATE_PATH, RESPONSES_PATH, MESSAGES_PATH)
 """Paths that generate tokens: they count toward a client's limit, and their calls are recorded."""
 RESTORE_PATH = "/restore"
 RESUME_PATH = "/resume"

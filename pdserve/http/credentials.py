@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import hmac
 import ssl
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pdserve.errors import ConfigError
@@ -69,6 +69,16 @@ class Keys:
         if not self.some:
             return None
         return _find(authorization, (*self.api, *self.admin))
+
+
+def authorization_of(headers: Mapping[str, str]) -> str | None:
+    """Return the `Authorization` header of a request; without one the key in `x-api-key`, as that header's value.
+
+    Clients of Anthropic's API send `x-api-key`.
+    """
+    given = headers.get("Authorization")
+    key = headers.get("x-api-key") if given is None else None
+    return given if key is None else f"Bearer {key}"
 
 
 def _find(authorization: str | None, keys: tuple[str, ...]) -> str | None:

@@ -201,6 +201,17 @@ class GroupPools:
             del self._waiting[lease]
         return lease.kept.pop(position)
 
+    def drop_unwritten(self, lease: GroupLease, numbers: Iterable[int], *, state: bool) -> None:
+        """Free what a copy did not write: fresh window pages with these numbers, and with `state` the slots of states.
+
+        The commitment stays until the lease ends.
+        """
+        pages = [lease.window.pop(number) for number in numbers]
+        assert not any(page in lease.cached for page in pages), "a window page of the cache is not the copy's"
+        self.free_window(pages)
+        for position in list(lease.kept) if state else ():
+            self.drop_kept(lease, position)
+
     def let_wait(self, lease: GroupLease, position: int) -> None:
         """Let the copy of the state at `position` wait until the cache has the pages before it."""
         self._waiting[lease] = position

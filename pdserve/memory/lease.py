@@ -371,6 +371,12 @@ class LeasePool:
         return self.allocator.take(num_pages)
 
 
+def is_shared(lease: Lease, number: int) -> bool:
+    """Return whether the window page with this number of a lease is the prefix cache's."""
+    assert lease.groups is not None
+    return lease.groups.window[number] in lease.groups.cached
+
+
 def numbers_to_move(layout: KVLayout, group: KVGroup, num_tokens: int, first_page: int = 0) -> range:
     """Return the numbers within a request of the pages in `group` that hold the KV of its first `num_tokens` tokens.
 

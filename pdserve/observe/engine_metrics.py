@@ -65,7 +65,7 @@ LABELLED = {
     ),
     "storage_prefetch_unfulfilled_tokens": (
         "reason",
-        ("below_threshold", "host_capacity", "device_covered", "storage_transfer", "deadline"),
+        ("below_threshold", "host_capacity", "device_covered", "storage_transfer", "deadline", "state_missing"),
         "prompt tokens that no tier had and that were not read from the store, by reason",
     ),
 }

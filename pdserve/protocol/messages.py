@@ -73,6 +73,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """True: a decode server computes the prompt itself, as of a restored request. `room` is None then."""
     lora_digest: str = ""
     """Digest that the adapter `lora` must have, as of a restored request. Empty: any."""
+    taken_over: bool = False
+    """True: another decode server has the request, whose KV it does not send, until its first output here. `local`."""
     kv_tokens: int = 0
     """First tokens of `given_ids` whose KV came before, in `KVPart`s."""
 
@@ -234,7 +236,8 @@ class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class MigrateOut(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Stops the running request `rid` and offers its KV in `room`. The reply's payload is a `MigrationOffer`.
 
-    The request stays stopped until `EndMigration`, a failure of the transfer, or a timeout.
+    A retracted request is offered without KV: the other server computes it again. The request stays stopped until
+    `EndMigration`, a failure of the transfer, or a timeout.
     """
 
     query_id: str
@@ -273,7 +276,7 @@ class MigrationOffer(msgspec.Struct, frozen=True, kw_only=True):
     """A stopped request as a value: what another decode server needs to go on with it, but the KV.
 
     `request.prior_output_ids` are the output tokens whose KV is sent, all but the last one. `request.room` names the
-    sender.
+    sender. Of a retracted request they are all output tokens, and `room` is None.
     """
 
     request: GenerateRequest

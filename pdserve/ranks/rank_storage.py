@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from pdserve.memory.tiers.prefix_ends import PageKey, PrefixEnds
 from pdserve.memory.tiers.storage_port import JobEnd, StoragePort
 from pdserve.ranks.input_log import InputLog
 from pdserve.ranks.messages import StorageEnded
@@ -63,17 +64,17 @@ class RankStoragePort:
         self._own, self._log, self._report, self._reports = own, log, report, reports
         self._pending: set[int] = set()
 
-    def look_up(self, root: bytes, digests: Sequence[bytes]) -> int:
+    def look_up(self, root: bytes, keys: Sequence[PageKey], ends: PrefixEnds | None = None) -> int:
         """See `StoragePort.look_up`."""
-        return self._add(self._own.look_up(root, digests))
+        return self._add(self._own.look_up(root, keys, ends))
 
-    def get(self, root: bytes, digests: Sequence[bytes], slots: Sequence[int]) -> int:
+    def get(self, root: bytes, keys: Sequence[PageKey], slots: Sequence[int]) -> int:
         """See `StoragePort.get`."""
-        return self._add(self._own.get(root, digests, slots))
+        return self._add(self._own.get(root, keys, slots))
 
-    def put(self, root: bytes, digests: Sequence[bytes], slots: Sequence[int]) -> int:
+    def put(self, root: bytes, keys: Sequence[PageKey], slots: Sequence[int]) -> int:
         """See `StoragePort.put`."""
-        return self._add(self._own.put(root, digests, slots))
+        return self._add(self._own.put(root, keys, slots))
 
     def give_up(self, number: int, *, late: bool) -> None:
         """See `StoragePort.give_up`."""

@@ -16,7 +16,7 @@ import orjson
 from aiohttp import web
 
 import pdserve
-from pdserve.http.access import GENERATING, BodyBudget
+from pdserve.http.access import COUNT_TOKENS_PATH, GENERATING, BodyBudget
 from pdserve.observe.interval_stats import RouterStats, log_router_stats
 from pdserve.observe.tracing import open_tracing
 from pdserve.router.config.config import RouterConfig
@@ -60,7 +60,7 @@ ASKED = (
 )
 ASKED_WITH_BODY = (
     *("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"),
-    *("/parse_function_call", "/separate_reasoning"),
+    *("/parse_function_call", "/separate_reasoning", COUNT_TOKENS_PATH),
 )
 COMMANDS = (
     *("/flush_cache", "/pause_generation", "/continue_generation", "/start_profile", "/stop_profile"),

@@ -39,6 +39,8 @@ from pdserve.http.access import (
     has_dots,
     has_too_many_values,
 )
+from pdserve.http.credentials import authorization_of
+from pdserve.http.error_forms import ANTHROPIC_PATHS, ANTHROPIC_REQUEST_ID, converted_error
 from pdserve.http.errors import HttpRefusal
 from pdserve.observe.http_calls import CLIENT_GONE, log_access
 from pdserve.observe.tracing import CallSpan, Tracing
@@ -137,7 +139,7 @@ class Access:
             with request_context(request[REQUEST_ID]):
                 if self._logs_access:
                     return await self._logged(request, handler)
-                return await self._check(request, handler)
+                return await self._answer(request, handler)
 
         app.middlewares.append(check)
         app.on_response_prepare.append(self._mark)
@@ -147,7 +149,7 @@ class Access:
         began_s = time.monotonic()
         status = CLIENT_GONE
         try:
-            response = await self._check(request, handler)
+            response = await self._answer(request, handler)
             status = response.status
             return response
         except (ConnectionError, asyncio.CancelledError):
@@ -166,6 +168,14 @@ class Access:
                 request_id=request[REQUEST_ID],
             )
 
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Like `_check`; an error is converted to the form of the API at the request's path."""
+        response = await self._check(request, handler)
+        if request.path in ANTHROPIC_PATHS and response.status >= 400 and isinstance(response, web.Response):
+            body = response.body if isinstance(response.body, bytes) else b""
+            response.body = converted_error(request.path, body, request[REQUEST_ID])
+        return response
+
     async def _check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         framing = framing_refusal(request.raw_headers, len(request.raw_path))
         if framing is not None:
@@ -179,7 +189,7 @@ class Access:
             return error_response(404, f"{request.method}: paths with . or .. segments are not accepted", "not_found")
         command = is_admin(request.method, request.path)
         public = is_public(request.path)
-        refusal = self._rules.key_refusal(request.headers.get("Authorization"), command=command)
+        refusal = self._rules.key_refusal(authorization_of(request.headers), command=command)
         if refusal is None or public:
             refusal = self._rules.page_refusal(
                 request.method, request.path, request.headers, command=command, public=public
@@ -262,7 +272,7 @@ class Access:
         try:
             headers = request.headers
             forwarded_for = headers.getall("X-Forwarded-For", [])
-            client = self._rules.client(headers.get("Authorization"), request.remote, forwarded_for)
+            client = self._rules.client(authorization_of(headers), request.remote, forwarded_for)
             slot = self._rules.take_client_slot(client)
         except RequestError as error:
             return refused(HttpRefusal.of(error))
@@ -278,6 +288,8 @@ class Access:
             headers.setdefault(*NO_STORE)
         if REQUEST_ID in request:
             headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
+            if request.path in ANTHROPIC_PATHS:
+                headers[ANTHROPIC_REQUEST_ID] = request[REQUEST_ID]
         headers.update(self._rules.cors.response_headers(request.headers.get("Origin")))
 
 

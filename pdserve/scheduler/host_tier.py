@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from pdserve.executor.interface import CopyHandle, Executor
+from pdserve.memory.cached_groups import first_window, has_state_behind, state_ends, window_numbers
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.layout import PageSpace
-from pdserve.memory.lease import Lease
+from pdserve.memory.lease import Lease, is_shared
 from pdserve.memory.prefix_cache import TOKEN_BYTES, RadixTree
 from pdserve.memory.tiers.host_memory import PageCopies, num_copied
 from pdserve.memory.tiers.host_pool import HostPool
@@ -90,6 +91,8 @@ class HostTier:
         self._counters, self._now, self.policy, self._wake = counters, now, policy, wake
         self._layout = memory.layout
         self._pending: OrderedDict[str, _Pending] = OrderedDict()
+        self._parked: set[str] = set()
+        """Those of `_pending` that agree with a save under way; looked at again once a save has ended."""
         self._saves: list[TierCopy] = []
         self._loads: dict[str, TierCopy] = {}
         self._loaded: dict[str, int] = {}
@@ -141,7 +144,7 @@ class HostTier:
             del self._loads[rid]
             self._end_load(copy)
         if not self._memory.has_prefix_cache:
-            self._pending.clear()
+            self._forget_pending()
             return
         if self.policy == "write_back":
             self._find_dirty()
@@ -196,7 +199,7 @@ class HostTier:
 
     def flush(self) -> int:
         """Drop all slots that no copy uses, and the results of copies under way; return the number of slots."""
-        self._pending.clear()
+        self._forget_pending()
         for copy in (*self._saves, *self._loads.values()):
             copy.is_wanted = False
         return self.pool.flush()
@@ -226,17 +229,26 @@ class HostTier:
 
     def _add(self, rid: str, token_ids: bytes, after: int = 0) -> None:
         self._pending[rid] = _Pending(token_ids, after)
+        self._parked.discard(rid)
         if len(self._pending) > MAX_PENDING:
-            _, dropped = self._pending.popitem(last=False)
+            oldest, dropped = self._pending.popitem(last=False)
+            self._parked.discard(oldest)
             self._drop(len(dropped.token_ids) // TOKEN_BYTES)
 
+    def _forget_pending(self) -> None:
+        self._pending.clear()
+        self._parked.clear()
+
     def _start_saves(self) -> None:
-        for rid in list(self._pending):
+        if len(self._saves) == MAX_SAVES or len(self._parked) == len(self._pending):
+            return
+        for rid in [rid for rid in self._pending if rid not in self._parked]:
             if len(self._saves) == MAX_SAVES:
                 return
             pending = self._pending[rid]
             if any(_agree(copy.token_ids, pending.token_ids) for copy in self._saves):
-                continue  # its pages may be in the tier soon
+                self._parked.add(rid)  # its pages may be in the tier soon
+                continue
             del self._pending[rid]
             self._start_save(rid, pending)
 
@@ -273,6 +285,7 @@ class HostTier:
         self._saves.append(self._copy(rid, begin, device, host, copies, self._executor.start_save))
 
     def _end_save(self, copy: TierCopy) -> None:
+        self._parked.clear()
         if copy.is_wanted:
             self.pool.store(copy.host, copy.token_ids)
             self._counters["hicache_backup_tokens"] += copy.num_tokens
@@ -294,35 +307,19 @@ class HostTier:
 
     def _missing_states(self, token_ids: bytes, num_pages: int) -> list[int]:
         """Return the ends, in pages, ascending, of states that the device has on this path and the tier lacks."""
-        host = self.pool.slots.pages.tree
-        if self._tree.states is None or host is None or host.states is None:
-            return []
-        found: list[int] = []
-        node = self._tree.deepest_state(token_ids, num_pages)
-        while node is not None and node.parent is not None:
-            if node.state is not None:
-                other = host.deepest_state(token_ids, node.end)
-                if other is None or other.end != node.end:
-                    found.append(node.end)
-            node = node.parent
-        return found[::-1]
+        in_host = set(state_ends(self.pool.slots, token_ids, num_pages))
+        return [end for end in state_ends(self._memory, token_ids, num_pages) if end not in in_host]
 
     def _missing_windows(self, token_ids: bytes, first: int, end: int) -> list[int]:
         """Return the numbers of window pages that the device has and the tier lacks: of pages from `first` on, and of
         those that the token behind page `end` reads.
         """
-        windows, others = self._memory.groups.windows, self.pool.slots.groups.windows
-        tree = self.pool.slots.pages.tree
-        if windows is None or others is None or tree is None:
+        if not self._layout.window:
             return []
-        start = min(first, self._first_window(end))
-        pages = _first_to_last(self._tree.backwards(token_ids, end), end)
-        slots = _first_to_last(tree.backwards(token_ids, first), first)
-        return [
-            number
-            for number in range(start, end)
-            if windows.find(pages[number]) is not None and (number >= first or others.find(slots[number]) is None)
-        ]
+        start = min(first, first_window(self._memory, end))
+        numbers = window_numbers(self._memory, token_ids, end)
+        in_host = window_numbers(self.pool.slots, token_ids, first)
+        return [number for number in range(start, end) if number in numbers and number not in in_host]
 
     def _find_dirty(self) -> None:
         """Queue the pages that eviction would take next, while few are free and the tier lacks them."""
@@ -343,17 +340,17 @@ class HostTier:
         """
         num_tokens = len(token_ids) // TOKEN_BYTES
         end, has_state = self._layout.whole_pages(num_tokens), has_groups and self._memory.has_cached_states
-        numbers = range(self._first_window(end), end) if has_groups and self._layout.window else range(0)
+        numbers = range(first_window(self._memory, end), end) if has_groups and self._layout.window else range(0)
         owner = f"load for {rid}"
         host = self.pool.lock(token_ids, owner, numbers, state=has_state)
         if host is None:
             return False
-        lacks_state = has_state and not self._has_state(token_ids)
+        lacks_state = has_state and not has_state_behind(self._memory, token_ids, end)
         device = self._memory.reserve_for_copy(token_ids, end, owner, numbers, state=lacks_state)
         if device is None:
             host.drop("tier")
             return False
-        lacking = [number for number in numbers if not _is_shared(device, number)]
+        lacking = [number for number in numbers if not is_shared(device, number)]
         copies = self._pair(device, host, range(device.num_prefix_pages, end), lacking)
         if lacks_state and device.groups is not None and host.groups is not None:
             source = host.groups.source
@@ -373,12 +370,6 @@ class HostTier:
         copy.host.drop("tier")
         if copy.has_reader:
             self._loaded[copy.rid] = copy.num_tokens
-
-    def _has_state(self, token_ids: bytes) -> bool:
-        """Whether the device has the state behind `token_ids`, whole pages."""
-        num_pages = len(token_ids) // self._num_bytes(1)
-        node = self._tree.deepest_state(token_ids, num_pages)
-        return node is not None and node.end == num_pages
 
     # ------------------------------------------------------------------ both
 
@@ -412,12 +403,6 @@ class HostTier:
         handle.on_end(self._wake)
         return TierCopy(rid, token_ids, device, host, handle, num_tokens, num_bytes, self._now())
 
-    def _first_window(self, end: int) -> int:
-        """Return the first window page that must be cached for a prompt to continue behind `end` pages: at least the
-        last one, see `CachedWindows.usable`.
-        """
-        return min(self._memory.first_read(end), max(0, end - 1))
-
     @property
     def _tree(self) -> RadixTree:
         """The prefix cache; a change of role may make it anew."""
@@ -430,18 +415,4 @@ class HostTier:
 
 def _agree(one: bytes, other: bytes) -> bool:
     """Whether two prompts, each of whole pages, begin alike, so that copies of both would copy the same pages."""
-    least = min(len(one), len(other))
-    return one[:least] == other[:least]
-
-
-def _first_to_last(backwards: Iterator[int], count: int) -> list[int]:
-    """Return the pages of a path, which `backwards` yields from the last of `count` to the first."""
-    found = list(backwards)[::-1]
-    assert len(found) == count, "the pages are cached"
-    return found
-
-
-def _is_shared(lease: Lease, number: int) -> bool:
-    """Whether the window page of a lease with this number was cached already."""
-    assert lease.groups is not None
-    return lease.groups.window[number] in lease.groups.cached
+    return one.startswith(other) or other.startswith(one)

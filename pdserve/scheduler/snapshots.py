@@ -30,12 +30,15 @@ MAX_ARRIVING = 64
 
 
 def check_adapter(req: Req) -> None:
-    """Check that the adapter of a restored request is the one it began with.
+    """Check that the adapter of a restored request, or of one taken over, is the one it began with.
 
     Raises:
         RequestError: 409, an adapter of the same name has other weights here.
     """
     if req.spec.lora_digest and req.spec.lora_digest != req.adapter_digest:
+        if req.spec.taken_over:
+            message = f"the adapter {req.spec.lora!r} has other weights here"
+            raise RequestError(message, field="lora_path", status=409, code="lora_mismatch")
         raise RequestError(
             f"snapshot.identity.adapter is {req.spec.lora_digest!r}; {req.spec.lora!r} has {req.adapter_digest!r} here",
             field="snapshot.identity.adapter",

@@ -19,11 +19,13 @@ from starlette.routing import Route
 from pdserve.base.proof import token_id
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.errors import EngineDeadError
-from pdserve.http.access import GENERATING, RESTORE_PATH, SNAPSHOT_TYPE
+from pdserve.http.access import COUNT_TOKENS_PATH, GENERATING, MESSAGES_PATH, RESTORE_PATH, SNAPSHOT_TYPE
 from pdserve.http.session_proof import CHALLENGE_PATH
 from pdserve.observe.interval_stats import log_server_stats
 from pdserve.observe.metrics import ServerMetrics
 from pdserve.server import openapi
+from pdserve.server.anthropic_api.endpoint import count_tokens, messages
+from pdserve.server.anthropic_api.schemas import MessagesBody
 from pdserve.server.context import Endpoint, ServerContext
 from pdserve.server.engine_client.client import EngineClient
 from pdserve.server.http import middleware
@@ -32,6 +34,7 @@ from pdserve.server.http.json_http import ClientGoneError, install_error_handler
 from pdserve.server.http.middleware import (
     DrainGate,
     DrainGateMiddleware,
+    ErrorFormMiddleware,
     HttpMetricsMiddleware,
     RequestIdMiddleware,
 )
@@ -80,6 +83,8 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
     "/v1/responses": ResponsesBody,
+    MESSAGES_PATH: MessagesBody,
+    COUNT_TOKENS_PATH: MessagesBody,
     "/generate": GenerateBody,
     "/tokenize": TokenizeBody,
     "/v1/tokenize": TokenizeBody,
@@ -166,7 +171,8 @@ def create_app(
     """
     drain_gate = drain_gate or DrainGate(config.disagg.disaggregation_mode)
     checks = grammars or GrammarCheck(config.grammar, tokenizer)
-    peers = MigrationClient(control_token, config.access.admin_api_key or config.access.api_key)
+    access = config.access
+    peers = MigrationClient(control_token, access.admin_api_key or access.api_key, access.ssl_ca_certs)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -215,6 +221,7 @@ def create_app(
     observer = observability.install(app, context)
     app.add_middleware(DrainGateMiddleware, drain_gate=drain_gate)
     middleware.install(app, config.access, context.max_body_bytes, proof)
+    app.add_middleware(ErrorFormMiddleware)
     paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
     app.add_middleware(HttpMetricsMiddleware, metrics=metrics.http, paths=paths)
     app.add_middleware(RequestIdMiddleware, config=config.access, logs_access=config.observe.logs_access)
@@ -234,6 +241,8 @@ ROUTES: tuple[tuple[str, str, str, Endpoint], ...] = (
     ("post_chat_completions", "POST", "/v1/chat/completions", chat_completions),
     ("post_completions", "POST", "/v1/completions", completions),
     ("post_responses", "POST", "/v1/responses", responses),
+    ("post_messages", "POST", MESSAGES_PATH, messages),
+    ("post_count_tokens", "POST", COUNT_TOKENS_PATH, count_tokens),
     ("post_tokenize", "POST", "/tokenize", tokenize),
     ("post_tokenize", "POST", "/v1/tokenize", tokenize),
     ("post_detokenize", "POST", "/detokenize", detokenize),

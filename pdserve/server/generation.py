@@ -256,9 +256,10 @@ class StreamStates:
         ends = update is not None and update.finish is not None
         for position, data in enumerate(events):
             tail = b"".join(events[position + 1 :]).decode() if ends else None
-            yield self._line(tail) + data
+            group = len(events) if position == 0 and not ends else 1
+            yield self._line(tail, group) + data
 
-    def _line(self, tail: str | None) -> bytes:
+    def _line(self, tail: str | None, group: int) -> bytes:
         state = EventState(
             token_ids=self._tokens,
             head=self._head,
@@ -266,6 +267,7 @@ class StreamStates:
             cached_details=self._cached_details,
             logprobs=self._lines if self._logprobs else None,
             tail=tail,
+            group=group,
         )
         line = state.line()
         self._tokens, self._lines, self._head = [], [], None

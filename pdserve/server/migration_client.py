@@ -7,6 +7,7 @@ loop only; one per application.
 from __future__ import annotations
 
 import asyncio
+import ssl
 
 import aiohttp
 import msgspec
@@ -33,10 +34,15 @@ _EVENT = b"data: "
 
 
 class TakeInBody(msgspec.Struct, forbid_unknown_fields=True):
-    """`POST /migrate_in`: the request as a value. `timeout_s`: seconds until it must be computed."""
+    """`POST /migrate_in`: the request as a value. `timeout_s`: seconds until it must be computed.
+
+    `weights`, `dtype`: of the server that has the request. They are compared where no KV, and so no handshake, comes.
+    """
 
     request: GenerateRequest
     timeout_s: float = TAKE_IN_S
+    weights: str = ""
+    dtype: str = ""
 
 
 class MigrateStreamBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -64,20 +70,24 @@ def _failed(why: str) -> RequestError:
 
 
 class MigrationClient:
-    """Calls other servers. `token`: the control token, empty without one; `key`: the admin key, None without one."""
+    """Calls other servers. `token`: the control token, empty without one; `key`: the admin key, None without one.
 
-    def __init__(self, token: str, key: str | None) -> None:
+    `ca_certs`: PEM file that verifies HTTPS servers; None: the system's.
+    """
+
+    def __init__(self, token: str, key: str | None, ca_certs: str | None = None) -> None:
         self._token = token
         self._key = key
+        self._ca_certs = ca_certs
         self._session: aiohttp.ClientSession | None = None
 
-    async def take_in(self, url: URL, request: GenerateRequest) -> None:
+    async def take_in(self, url: URL, taken: TakeInBody) -> None:
         """Have the server at `url` take the request; return once it computes it.
 
         Raises:
             RequestError: 409 naming the field in which the servers differ; 502 otherwise.
         """
-        body = msgspec.json.encode(TakeInBody(request))
+        body = msgspec.json.encode(taken)
         try:
             async with asyncio.timeout(TAKE_IN_S + CONNECT_S):
                 async with self._post(url, "/migrate_in", body) as response:
@@ -113,7 +123,12 @@ class MigrationClient:
     def _post(self, url: URL, path: str, body: bytes) -> aiohttp.client._RequestContextManager:
         if self._session is None:
             proof = [WorkerProof(worker_key(self._token), CONNECT_S)] if self._token else []
+            verify: ssl.SSLContext | bool = True
+            if self._ca_certs is not None:
+                verify = ssl.create_default_context(cafile=self._ca_certs)
             self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, ssl=verify),  # each moved request keeps a connection
+                cookie_jar=aiohttp.DummyCookieJar(),
                 middlewares=proof,
                 read_bufsize=MAX_EVENT_BYTES,
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S),
@@ -133,6 +148,8 @@ def _refusal(url: URL, status: int, answer: bytes) -> RequestError:
         return _failed(f"{url} answered {status}")
     if code == NO_CACHE:
         return RequestError(message, status=409, code=NO_CACHE)
+    if code == "lora_mismatch":
+        return RequestError(f"{url}: {message}", field="lora_path", status=409, code=REFUSED)
     if code == "handshake_refused":
         return RequestError(message, field=message.partition(":")[0], status=409, code=REFUSED)
     if status == 409 or (status in (400, 404) and param):

@@ -13,7 +13,8 @@ from pdserve.config.storage_options import StorageOptions
 from pdserve.memory.layout import PageSpace
 from pdserve.memory.page_keys import KeyNamespace
 from pdserve.memory.tiers.host_memory import HostMemory
-from pdserve.memory.tiers.storage import HEADER_BYTES, ObjectId, check, object_bytes, seal, shard_name
+from pdserve.memory.tiers.prefix_ends import PageKey, PrefixEnds
+from pdserve.memory.tiers.storage import HEADER_BYTES, ObjectId, check, object_bytes, rank_parts, seal
 from pdserve.memory.tiers.storage_port import JobEnd, SlotBytes, StoragePort
 from pdserve.scheduler.context import SchedulerContext
 from pdserve.scheduler.storage_tier import StorageTier
@@ -47,9 +48,9 @@ class SimStore:
     def _damage(self, target: bytearray) -> None:
         rng = self._net.rng
         match rng.randrange(3):
-            case 0:
+            case 0 if len(target) > HEADER_BYTES:
                 target[rng.randrange(HEADER_BYTES, len(target))] ^= 1 << rng.randrange(8)
-            case 1:
+            case 0 | 1:  # a rank without layers of this space has only the header
                 del target[rng.randrange(len(target)) :]
             case _:
                 if self.objects:
@@ -59,24 +60,29 @@ class SimStore:
 class SimStoragePort:
     """Implements `StoragePort` for one rank of a simulated server. `wake` is called when a job has ended."""
 
-    def __init__(self, net: SimNet, part: str, slot_bytes: SlotBytes, wake: Callable[[], None]) -> None:
-        self._store, self._net, self._part, self._slot_bytes, self._wake = SimStore(net), net, part, slot_bytes, wake
+    def __init__(
+        self, net: SimNet, parts: Mapping[PageSpace, str], slot_bytes: SlotBytes, wake: Callable[[], None]
+    ) -> None:
+        self._store, self._net, self._parts, self._slot_bytes, self._wake = SimStore(net), net, parts, slot_bytes, wake
         self._num_started = 0
         self._running: set[int] = set()
         self._ended: list[JobEnd] = []
 
-    def look_up(self, root: bytes, digests: Sequence[bytes]) -> int:
+    def look_up(self, root: bytes, keys: Sequence[PageKey], ends: PrefixEnds | None = None) -> int:
         """See `StoragePort.look_up`."""
-        keys = [identity.key for identity in self._ids(root, digests)]
-        return self._start(lambda: self._store.exists(keys))
 
-    def get(self, root: bytes, digests: Sequence[bytes], slots: Sequence[int]) -> int:
+        def count(wanted: Sequence[PageKey]) -> int:
+            return self._store.exists([identity.key for identity in self._ids(root, wanted)])
+
+        return self._start(lambda: count(keys) if ends is None else ends.last(count(keys), count))
+
+    def get(self, root: bytes, keys: Sequence[PageKey], slots: Sequence[int]) -> int:
         """See `StoragePort.get`."""
-        return self._start(lambda: self._read(self._ids(root, digests), slots))
+        return self._start(lambda: self._read(root, keys, slots))
 
-    def put(self, root: bytes, digests: Sequence[bytes], slots: Sequence[int]) -> int:
+    def put(self, root: bytes, keys: Sequence[PageKey], slots: Sequence[int]) -> int:
         """See `StoragePort.put`."""
-        return self._start(lambda: self._write(self._ids(root, digests), slots))
+        return self._start(lambda: self._write(root, keys, slots))
 
     def give_up(self, number: int, *, late: bool) -> None:
         """See `StoragePort.give_up`."""
@@ -100,8 +106,8 @@ class SimStoragePort:
         """See `StoragePort.facts`."""
         return {}
 
-    def _ids(self, root: bytes, digests: Sequence[bytes]) -> list[ObjectId]:
-        return [ObjectId(root, digest, self._part) for digest in digests]
+    def _ids(self, root: bytes, keys: Sequence[PageKey]) -> list[ObjectId]:
+        return [ObjectId(root, key.digest, self._parts[key.space]) for key in keys]
 
     def _start(self, work: Callable[[], int]) -> int:
         self._num_started += 1
@@ -123,39 +129,35 @@ class SimStoragePort:
             self._ended.append(JobEnd(number, num_pages))
             self._wake()
 
-    def _read(self, ids: Sequence[ObjectId], slots: Sequence[int]) -> int:
-        for index, (identity, slot) in enumerate(zip(ids, slots, strict=True)):
-            buffer = self._slot_bytes(slot)
+    def _read(self, root: bytes, keys: Sequence[PageKey], slots: Sequence[int]) -> int:
+        for index, (identity, key, slot) in enumerate(zip(self._ids(root, keys), keys, slots, strict=True)):
+            buffer = self._slot_bytes(key.space, slot)
             stored = memoryview(self._store.objects.get(identity.key, b""))
             if len(stored) != object_bytes(len(buffer)) or check(stored, identity) is not None:
                 return index
             buffer[:] = stored[HEADER_BYTES:]
-        return len(ids)
+        return len(keys)
 
-    def _write(self, ids: Sequence[ObjectId], slots: Sequence[int]) -> int:
-        for identity, slot in zip(ids, slots, strict=True):
-            self._store.put(identity, self._slot_bytes(slot))
-        return len(ids)
+    def _write(self, root: bytes, keys: Sequence[PageKey], slots: Sequence[int]) -> int:
+        for identity, key, slot in zip(self._ids(root, keys), keys, slots, strict=True):
+            self._store.put(identity, self._slot_bytes(key.space, slot))
+        return len(keys)
 
 
 def open_port(net: SimNet, host: HostMemory, coord: RankCoord, wake: Callable[[], None]) -> SimStoragePort:
     """Return the access of the rank at `coord` to the world's store; `host` has its slots."""
-    shape = coord.shape
-    part = shard_name(
-        "tokens", tp_rank=coord.tp_rank, tp_size=shape.tp_size, pp_rank=coord.pp_rank, pp_size=shape.pp_size
-    )
-    return SimStoragePort(net, part, lambda slot: host.slot(PageSpace.TOKENS, slot), wake)
+    return SimStoragePort(net, rank_parts(coord), host.slot, wake)
 
 
 def add_store(
     context: SchedulerContext, shape: Shape, drafter: HashDrafting | None, open_own_port: Callable[[], StoragePort]
 ) -> None:
-    """Put the world's store behind the host tier, where the shape has one and all pages of the model can be stored.
+    """Put the world's store behind the host tier, where the shape has one.
 
     Pages have the draft KV of `drafter`, so its weights belong to the namespace.
     """
     tier, layout = context.tier, context.memory.layout
-    if shape.storage is None or tier is None or context.memory.groups.is_used:
+    if shape.storage is None or tier is None:
         return
     namespace = KeyNamespace(
         weights=f"{shape.model_weights}:{0 if drafter is None else drafter.weights}",
@@ -174,4 +176,5 @@ def add_store(
         options=StorageOptions(threshold_tokens=1, timeout_base_s=4.0, decode_stride=1),
         policy=shape.storage,
         stores_decode=True,
+        state_grid=context.limits.state_grid,
     )

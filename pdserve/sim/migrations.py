@@ -27,11 +27,11 @@ MAX_STAGES = 3
 class MovedServer:
     """A server that has taken over a request under the name `rid`, as the router sees it.
 
-    `before`: the output tokens of the servers before it. Its own output begins with the last of these again.
+    `before`: the output tokens of the servers before it. `repeats`: its own output begins with the last of these again.
     """
 
-    def __init__(self, server: SimServer, rid: str, before: Sequence[int]) -> None:
-        self.server, self.rid, self.before = server, rid, list(before)
+    def __init__(self, server: SimServer, rid: str, before: Sequence[int], *, repeats: bool) -> None:
+        self.server, self.rid, self.before, self._first = server, rid, list(before), int(repeats)
         self.host, self.address = server.host, server.address
 
     @property
@@ -66,7 +66,7 @@ class MovedServer:
         own = self.server.half(self.rid)
         if own is None:
             return RequestHalf(tokens=list(self.before))
-        return RequestHalf(tokens=[*self.before, *own.tokens[1:]], finish=own.finish)
+        return RequestHalf(tokens=[*self.before, *own.tokens[self._first :]], finish=own.finish)
 
     def status(self, rid: str) -> int:
         """See `ServerView`."""
@@ -90,6 +90,8 @@ class SimMove:
     """Stages that were begun."""
     after: int = 0
     """Leading tokens that the stages so far have sent."""
+    sends_kv: bool = True
+    """False: the request was retracted, and the target computes it again."""
 
     @property
     def stage_rid(self) -> str:
@@ -222,7 +224,10 @@ class SimMigrations:
         if phase == "staging":
             move.after = len(spec.input_ids)
         else:
-            assert len(spec.prior_output_ids) + 1 == offer.num_output_tokens, "not all tokens are offered"
+            move.sends_kv = not spec.taken_over
+            self._net.counts["migrations of retracted requests"] += spec.taken_over
+            num_sent = len(spec.prior_output_ids) + move.sends_kv
+            assert num_sent == offer.num_output_tokens, "not all tokens are offered"
 
         def arrive() -> None:
             if not move.target.dead and move.phase == phase and move.target.role == "decode":
@@ -252,7 +257,7 @@ class SimMigrations:
         own = move.source.raw_half(move.rid)
         assert before is not None and own is not None
         self._left.append((move.source, move.rid, len(own.tokens)))
-        move.each.decode = MovedServer(move.target, move.new_rid, before.tokens)
+        move.each.decode = MovedServer(move.target, move.new_rid, before.tokens, repeats=move.sends_kv)
         move.client.servers.append(move.target)
         if move.each.closed and not move.target.dead:
             move.target.abort(move.new_rid)

@@ -57,12 +57,12 @@ class SimServer:
 
     def post(self, spec: GenerateRequest) -> None:
         """See `ServerView`. As `ReplicatedChannel`: a room names a prefill replica, but another may get the request."""
-        assert spec.room is not None
         net, number = self._net, len(self.replicas)
-        named = spec.room.room % number
+        named = 0 if spec.room is None else spec.room.room % number
         chosen = named if self.role == "prefill" else net.rng.randrange(number)
         if self.role == "prefill" and number > 1 and net.happens("diverts", self._redirect):
             chosen = (named + 1) % number
+            assert spec.room is not None
             redirect = RedirectReceiver(room=spec.room.room, input_ids=spec.input_ids, replica=chosen)
             net.later(lambda: self.replicas[named].mailbox.post(redirect))
         self._whose[spec.rid] = self.replicas[chosen]

@@ -9,6 +9,7 @@ import msgspec
 from pdserve.config.groups import EvictionPolicy, LoadFailurePolicy
 from pdserve.config.schedule_group import SchedulePolicy
 from pdserve.config.tier_group import PrefetchPolicy
+from pdserve.protocol.cached_tokens import CachedTokensDetails
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.messages import EngineCoreOutput, FinishReason, GenerateRequest, RoomAddress, SpeculationStats
 from pdserve.protocol.sampling import CoreSamplingParams
@@ -142,6 +143,7 @@ class RequestHalf:
     prompt_parts: list[PromptLogprobs] = dataclasses.field(default_factory=list)
     speculation: SpeculationStats | None = None
     cached_tokens: int = 0
+    cached_details: CachedTokensDetails | None = None
 
     def add(self, output: EngineCoreOutput) -> None:
         """Add the output of a step, and check that it may follow what came before."""
@@ -154,7 +156,7 @@ class RequestHalf:
             assert not self.tokens, f"{output.rid}: of the prompt after its first token"
             self.prompt_parts.append(output.prompt_logprobs)
         self.finish, self.speculation = output.finish, output.speculation
-        self.cached_tokens = output.cached_tokens
+        self.cached_tokens, self.cached_details = output.cached_tokens, output.cached_details
 
 
 def request(rid: str, prompt: Prompt, room: RoomAddress | None) -> GenerateRequest:

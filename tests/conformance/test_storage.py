@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import dataclasses
 import os
 import signal
 import time
@@ -24,16 +24,6 @@ from tests.waiting import wait_until
 
 SIZE = 40_000
 BACKENDS = ("file", "memory", pytest.param("mooncake", marks=pytest.mark.slow))
-
-
-@pytest.fixture
-def master() -> Iterator[Master]:
-    """A master, killed at the end."""
-    if importlib.util.find_spec("mooncake") is None:
-        pytest.skip("mooncake is not installed")
-    made = Master()
-    yield made
-    made.kill()
 
 
 Reopen = Callable[[], Storage]
@@ -96,6 +86,17 @@ def test_second_put_is_taken(store: Storage) -> None:
     assert store.put_from(["key"], [memoryview(first)]) == [True]
     assert store.put_from(["key"], [memoryview(second)]) == [True]
     assert get(store, "key") in (first, second)
+
+
+@pytest.mark.parametrize("store", BACKENDS, indirect=True)
+def test_a_discarded_object_is_replaced(store: Storage) -> None:
+    """A put behind a discard has the new bytes; to discard a key without an object changes nothing."""
+    first, second = os.urandom(SIZE), os.urandom(SIZE)
+    assert store.put_from(["key"], [memoryview(first)]) == [True]
+    store.discard(["other", "key"])
+    assert store.exists(["key"]) == 0
+    assert store.put_from(["key"], [memoryview(second)]) == [True]
+    assert get(store, "key") == second
 
 
 @pytest.mark.parametrize("store", BACKENDS, indirect=True)
@@ -186,6 +187,21 @@ def mooncake_client(options: StorageOptions) -> Iterator[StorageClient]:
     client = StorageClient(store)
     yield client
     client.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("master", [10_000], indirect=True)
+def test_mooncake_takes_an_object_as_large_as_a_recurrent_state(master: Master) -> None:
+    """The memory of its client is as large as the largest object, which that of Qwen3-Next is for one rank."""
+    state = os.urandom(75 << 20)
+    options = dataclasses.replace(master.options(segment=256 << 20), largest_object=len(state))
+    store = open_storage("mooncake", options)
+    wait_ready(store)
+    try:
+        assert store.put_from(["page", "state"], [memoryview(bytes(SIZE)), memoryview(state)]) == [True, True]
+        assert get(store, "state", len(state)) == state
+    finally:
+        store.close()
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Generator, Iterator
 
@@ -21,6 +22,18 @@ def _fork_server(pytestconfig: pytest.Config) -> Iterator[None]:
     yield
     harness.fork_server.close()
     harness.fork_server = None
+
+
+@pytest.fixture(scope="module")
+def forked_hosts() -> Iterator[None]:
+    """Fork the hosts of each `LLM` of a module; programs that a test starts have new interpreters."""
+    from tests.e2e import harness
+    from tests.e2e.fork_server import ForkedChild
+
+    with pytest.MonkeyPatch.context() as patch:
+        if harness.fork_server is not None:
+            patch.setattr("pdserve.llm.servers.Child", functools.partial(ForkedChild, harness.fork_server))
+        yield
 
 
 @pytest.hookimpl(wrapper=True)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import requests
 
 from pdserve.server.text.tokenizer import read_template
 from tests.e2e.harness import Server, assert_idle, running, start_router, start_server, until
-from tests.e2e.test_retry_streams import CALLS, FLAGS, events, gist
+from tests.e2e.test_retry_streams import CALLS, FLAGS, assert_same, cut_in, events, gist
 from tests.tiny import Family
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -67,34 +65,17 @@ def test_streams_move_and_are_those_of_a_server_that_stays(farm: Farm) -> None:
     """Logprobs, penalties, grammars, tools, stop strings: eight kinds of streams, two of each, at both servers."""
     expected = {name: gist(path, events(farm.url, path, body)) for name, (path, body) in CALLS.items()}
     runs = [name for name in CALLS for _ in range(2)]
-    started = threading.Semaphore(0)
+    moved: list[float] = []
 
-    def run(number: int) -> dict[str, Any]:
-        path, body = CALLS[runs[number]]
-        body = {**body, "rid": f"{runs[number]}-{number}"} if "rid" in body else body
-        counts = iter(range(10_000))
-
-        def seen() -> None:
-            if next(counts) == 8:
-                started.release()
-
-        return gist(path, events(farm.url, path, body, seen))
-
-    with ThreadPoolExecutor(len(runs)) as pool:
-        answers = [pool.submit(run, number) for number in range(len(runs))]
-        for _ in runs:
-            assert started.acquire(timeout=120)
+    def drain_both() -> None:
         farm.drain(0)
         until(lambda: farm.load(0) == 0, 60, "the drained server has no streams")
-        num_moved = farm.counters()[ATTACHED]
+        moved.append(farm.counters()[ATTACHED])
         farm.drain(0, draining=False)
         farm.drain(1)
-        found = [answer.result() for answer in answers]
-    for name, answer in zip(runs, found, strict=True):
-        wrong = {
-            field: (value, expected[name][field]) for field, value in answer.items() if value != expected[name][field]
-        }
-        assert not wrong, name
+
+    assert_same(runs, cut_in(farm.url, runs, drain_both), expected)
+    [num_moved] = moved
     counters = farm.counters()
     assert num_moved >= 4, "the drain must have met streams"
     assert counters[MOVED] >= counters[ATTACHED] >= num_moved and not counters.get(RECOMPUTED), counters

@@ -31,6 +31,8 @@ SOUND: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": "tiny", "prompt": "hello", "max_tokens": 3},
     "/v1/chat/completions": {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3},
     "/v1/responses": {"model": "tiny", "input": "hello", "max_output_tokens": 3},
+    "/v1/messages": {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3},
+    "/v1/messages/count_tokens": {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]},
     "/tokenize": {"prompt": "hello"},
     "/detokenize": {"tokens": [5, 6]},
     "/v1/tokenize": {"prompt": "hello"},

@@ -139,3 +139,33 @@ def test_a_stream_goes_on_at_the_other_server(cluster: Cluster) -> None:
     last = gist(path, events)
     assert {name: value for name, value in last.items() if value != expected[name]} == {}
     assert_idle(cluster.prefill, *cluster.decodes)
+
+
+def test_the_router_copies_a_hot_prefix(tiny_checkpoint: Callable[[Family], Path]) -> None:
+    """The worker that answered has the prefix; after the copy both have it, and a request at the other one finds it."""
+    flags = ("--dtype", "float32", "--page-size", "16", "--max-total-tokens", "1024")
+    radix = ("--disaggregation-decode-enable-radix-cache",)
+    for cluster in start(str(tiny_checkpoint("llama")), *flags, decode_flags=radix):
+        prompt = list(range(3, 103))
+        body = {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}}
+
+        def copy(asked: dict[str, Any], url: str = cluster.router.url) -> requests.Response:
+            return requests.post(f"{url}/replicate", json=asked, timeout=60)
+
+        assert copy({"input_ids": prompt}).status_code == 404, "it is cached nowhere"
+        first = requests.post(f"{cluster.router.url}/generate", json=body, timeout=60).json()
+        counted = [copy({"input_ids": prompt}, server.url).json()["num_tokens"] for server in cluster.decodes]
+        assert sorted(counted) == [0, 96]
+        source, target = cluster.decodes if counted[0] else cluster.decodes[::-1]
+        answer = copy({"input_ids": prompt}).json()
+        copied = {"url": target.url, "success": True, "num_tokens": 96, "copied": True}
+        assert answer == {"success": True, "from": source.url, "num_tokens": 96, "to": [copied]}
+        again = copy({"input_ids": prompt}).json()
+        assert again["success"] and [one["copied"] for one in again["to"]] == [False]
+        assert source.counter("prefixes_sent") == 1
+        drained = requests.put(f"{cluster.router.url}/workers/{source.url}", json={"draining": True}, timeout=10)
+        assert drained.status_code == 202, drained.text
+        found = requests.post(f"{cluster.router.url}/generate", json=body, timeout=60).json()
+        assert found["output_ids"] == first["output_ids"]
+        assert target.counter("decode_cached_tokens") == 96
+        assert_idle(cluster.prefill, *cluster.decodes)

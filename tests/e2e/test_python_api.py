@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import signal
@@ -19,10 +18,10 @@ import pdserve
 from pdserve import LLM, BatchError, InvalidRequestError, SamplingParams
 from pdserve.errors import ConfigError, EngineDeadError
 from pdserve.launch_local import THREAD_VARIABLES
-from tests.e2e import harness
-from tests.e2e.fork_server import ForkedChild
 from tests.reference import load_reference, reference_greedy
 from tests.tiny import VOCAB_SIZE, Family
+
+pytestmark = pytest.mark.usefixtures("forked_hosts")
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "python-api.md"
 SMALL: dict[str, Any] = {
@@ -38,15 +37,6 @@ GONE_S = 20.0
 @pytest.fixture(scope="module")
 def model(tiny_checkpoint: Callable[[Family], Path]) -> str:
     return str(tiny_checkpoint("llama"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _forked_hosts() -> Iterator[None]:
-    """Of each `LLM` here, but not of programs."""
-    with pytest.MonkeyPatch.context() as patch:
-        if harness.fork_server is not None:
-            patch.setattr("pdserve.llm.servers.Child", functools.partial(ForkedChild, harness.fork_server))
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -177,13 +177,8 @@ def with_late_stop(url: str) -> None:
     body["sampling_params"]["stop"] = [text[middle : middle + 9]]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_streams_go_on_when_their_decode_server_is_killed(victim: int, farm: Farm) -> None:
-    url = farm.router.url
-    if CALLS["stop"][1]["sampling_params"]["stop"] == ["STOP"]:
-        with_late_stop(url)
-    expected = {name: gist(path, events(url, path, body)) for name, (path, body) in CALLS.items()}
-    runs = [name for name in CALLS for _ in range(2)]  # one for each decode server
+def cut_in(url: str, runs: Sequence[str], act: Callable[[], None]) -> list[dict[str, Any]]:
+    """Run one stream of `CALLS` for each of `runs`, and call `act` once each has sent 8 events; the streams' gists."""
     started = threading.Semaphore(0)
 
     def run(number: int) -> dict[str, Any]:
@@ -201,13 +196,27 @@ def test_streams_go_on_when_their_decode_server_is_killed(victim: int, farm: Far
         answers = [pool.submit(run, number) for number in range(len(runs))]
         for _ in runs:
             assert started.acquire(timeout=120)
-        farm.decodes[victim].kill()
-        found = [answer.result() for answer in answers]
+        act()
+        return [answer.result() for answer in answers]
+
+
+def assert_same(runs: Sequence[str], found: Sequence[dict[str, Any]], expected: dict[str, dict[str, Any]]) -> None:
     for name, answer in zip(runs, found, strict=True):
         wrong = {
             field: (value, expected[name][field]) for field, value in answer.items() if value != expected[name][field]
         }
         assert not wrong, name
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_streams_go_on_when_their_decode_server_is_killed(victim: int, farm: Farm) -> None:
+    url = farm.router.url
+    if CALLS["stop"][1]["sampling_params"]["stop"] == ["STOP"]:
+        with_late_stop(url)
+    expected = {name: gist(path, events(url, path, body)) for name, (path, body) in CALLS.items()}
+    runs = [name for name in CALLS for _ in range(2)]  # one for each decode server
+    found = cut_in(url, runs, lambda: farm.decodes[victim].kill())
+    assert_same(runs, found, expected)
     retries = farm.router.metrics()["pdserve_router_stream_retries_total"]
     assert retries >= 4 * (victim + 1), "the kill must have hit streams"
     assert_idle(farm.prefill, farm.decodes[1 - victim], deadline_s=60)

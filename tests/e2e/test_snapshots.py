@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,11 @@ from typing import Any
 import pytest
 
 from pdserve import LLM, InvalidRequestError, RequestOutput, SamplingParams
-from tests.e2e import harness
-from tests.e2e.fork_server import ForkedChild
 from tests.e2e.test_python_api import QUIET, SMALL
 from tests.tiny import VOCAB_SIZE, Family
 from tests.waiting import wait_until
+
+pytestmark = pytest.mark.usefixtures("forked_hosts")
 
 NUM_TOKENS = 250
 PROMPT = [(7 * j) % (VOCAB_SIZE - 3) + 3 for j in range(40)]
@@ -26,14 +25,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "seeded": {"temperature": 0.9, "seed": 3, "frequency_penalty": 0.5, "logprobs": 2},
     "unseeded": {"temperature": 1.0},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _forked_hosts() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        if harness.fork_server is not None:
-            patch.setattr("pdserve.llm.servers.Child", functools.partial(ForkedChild, harness.fork_server))
-        yield
 
 
 @pytest.fixture(scope="module")

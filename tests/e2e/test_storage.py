@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import random
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -249,16 +248,6 @@ def test_wrong_flags_are_named(tiny_checkpoint: Tiny, tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------- a real master
-
-
-@pytest.fixture
-def master() -> Iterator[Master]:
-    """A master, killed at the end."""
-    if importlib.util.find_spec("mooncake") is None:
-        pytest.skip("mooncake is not installed")
-    made = Master()
-    yield made
-    made.kill()
 
 
 def mooncake_flags(master: Master, segment: str) -> tuple[str, ...]:

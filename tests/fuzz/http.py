@@ -34,6 +34,7 @@ LEFT_OUT = frozenset({"/pd_role_switch", "/start_profile", "/stop_profile"})
 UNDO = {"/pause_generation": "/continue_generation"}
 HEADERS = {"Content-Type": "application/json"}
 CHAT, COMPLETIONS, GENERATE, RESPONSES = "/v1/chat/completions", "/v1/completions", "/generate", "/v1/responses"
+MESSAGES = "/v1/messages"
 _TOOL = {
     "type": "function",
     "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}},
@@ -73,6 +74,25 @@ SEEDS: tuple[tuple[str, dict[str, Any]], ...] = (
     (GENERATE, {"text": "a", "logprob_start_len": 0, "token_ids_logprob": [5], "bootstrap_room": 7, "priority": 1}),
     (RESPONSES, {"model": "tiny", "input": "hello", "max_output_tokens": 3}),
     (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_text", "text": "x"}]}], "stream": True}),
+    (MESSAGES, {"model": "tiny", "messages": _HELLO, "max_tokens": 3, "stream": True}),
+    (
+        MESSAGES,
+        {
+            "system": [{"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}],
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "1+1?"}]},
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {"x": 1}}]},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "2"}]},
+            ],
+            "max_tokens": 3,
+            "tools": [{"name": "f", "input_schema": _SCHEMA}],
+            "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+            "thinking": {"type": "enabled", "budget_tokens": 1024},
+            "stop_sequences": ["x"],
+            "metadata": {"user_id": "u"},
+        },
+    ),
+    (f"{MESSAGES}/count_tokens", {"messages": _HELLO}),
     ("/tokenize", {"prompt": "hello", "add_special_tokens": True}),
     ("/tokenize", {"messages": _HELLO, "add_generation_prompt": True}),
     ("/detokenize", {"tokens": [5, 6]}),

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,9 +40,29 @@ from pdserve.server.lifecycle import instance, run
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
 K8S = CONFIGS / "k8s"
-OVERLAYS = ("laptop", "gpu", "rdma", "autoscaled")
-DISCOVERING = ("autoscaled",)
-"""Overlays whose routers find servers by their labels."""
+CHART = CONFIGS / "helm" / "pdserve"
+EXAMPLES = CONFIGS / "helm" / "examples"
+HELM = ("helm", "helm-gpu", "helm-rdma")
+"""The chart with its defaults, and with the values of `configs/helm/examples`."""
+OVERLAYS = ("laptop", "gpu", "rdma", "autoscaled", *HELM)
+"""All deployments of prefill and decode servers on Kubernetes that can be applied."""
+DISCOVERING = ("autoscaled", *HELM)
+"""Those whose routers find servers by their labels."""
+ON_RDMA = ("rdma", "helm-rdma")
+RENDER = """
+import json, sys
+import helm_python
+asked = json.load(sys.stdin)
+chart = helm_python.Chart.load(asked["chart"])
+answers = []
+for values in asked["values"]:
+    try:
+        answers.append({"files": chart.render(values, name="pdserve", namespace="pdserve")})
+    except helm_python.HelmError as error:
+        answers.append({"error": str(error)})
+print(json.dumps({"answers": answers, "lint": [helm_python.lint(asked["chart"], v) for v in asked["lint"]]}))
+"""
+"""Helm's own library renders in a process of its own: it is written in Go."""
 WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
 """Label of a pod's place in its group; the controller of LeaderWorkerSets sets it."""
 BIG_MACHINE = Machine(has_cuda=True, num_cores=256)
@@ -80,7 +102,12 @@ def _kustomize_command() -> tuple[str, ...]:
 
 @functools.cache
 def rendered(name: str) -> tuple[Document, ...]:
-    """The documents of an overlay, or of `base`; do not change them. Skips the test where kustomize is missing."""
+    """The documents of an overlay, of `base`, or of the chart (`helm`, `helm-EXAMPLE`); do not change them.
+
+    Skips the test where kustomize or Helm is missing.
+    """
+    if name.startswith("helm"):
+        return rendered_chart(example(name.removeprefix("helm").removeprefix("-")))
     command = _kustomize_command()
     if not command:
         pytest.skip("neither kustomize nor kubectl is installed, so overlays cannot be rendered")
@@ -88,6 +115,29 @@ def rendered(name: str) -> tuple[Document, ...]:
     done = subprocess.run([*command, str(folder)], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return tuple(yaml.safe_load_all(done.stdout))
+
+
+def example(name: str) -> Document:
+    """The values of an example of the chart; "": none, for its defaults."""
+    return {} if not name else dict(yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text()))
+
+
+def ask_helm(values: Sequence[Document], lint: Sequence[Document] = ()) -> Document:
+    """`answers`: the files of the chart, or an `error`, for each of `values`; `lint`: Helm's report for each."""
+    pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")
+    asked = {"chart": str(CHART), "values": list(values), "lint": list(lint)}
+    command = [sys.executable, "-c", RENDER]
+    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+def rendered_chart(values: Document) -> tuple[Document, ...]:
+    """The documents of the chart with these values."""
+    (answer,) = ask_helm([values])["answers"]
+    assert "error" not in answer, answer
+    texts = [text for name, text in answer["files"].items() if name.endswith(".yaml")]
+    return tuple(document for text in texts for document in yaml.safe_load_all(text) if document)
 
 
 def of_kind(documents: Sequence[Document], kind: str) -> list[Document]:
@@ -124,12 +174,13 @@ class Pod:
 
     @property
     def is_server(self) -> bool:
-        return self.labels["app.kubernetes.io/component"] in ("prefill", "decode")
+        return self.labels["app.kubernetes.io/component"] in ("prefill", "decode", "monolith")
 
 
 def pods(documents: Sequence[Document]) -> list[Pod]:
     """One pod per template; of a group its first pod, and its last one from the template of the others."""
-    found = [Pod(owner, owner["spec"]["template"]) for owner in of_kind(documents, "Deployment")]
+    plain = [*of_kind(documents, "Deployment"), *of_kind(documents, "StatefulSet")]
+    found = [Pod(owner, owner["spec"]["template"]) for owner in plain]
     for owner in of_kind(documents, "LeaderWorkerSet"):
         group = owner["spec"]["leaderWorkerTemplate"]
         found.append(Pod(owner, group["leaderTemplate"], 0, group["size"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from pdserve.server.sglang_api import health
 from tests.rules.deploy_kit import (
     DISCOVERING,
     K8S,
+    ON_RDMA,
     OVERLAYS,
     WORKER_INDEX,
     Pod,
@@ -53,10 +55,18 @@ def router_of(overlay: str) -> RouterConfig:
     return config
 
 
+@functools.cache
+def kubernetes_validate() -> Any:
+    """The package `kubernetes_validate`, made to read each of its schema files of several megabytes once."""
+    module = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    module.utils.schema_contents = functools.cache(module.utils.schema_contents)
+    return module
+
+
 def check_schema(document: dict[str, Any]) -> None:
     """Raise unless a document is what its kind's schema says; of custom resources the pod templates too."""
     jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
-    validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    validate = kubernetes_validate()
     kind = document["kind"]
     if kind not in CUSTOM:
         for version in (OLDEST_KUBERNETES, validate.latest_version()):
@@ -153,8 +163,9 @@ def test_a_router_that_discovers_servers_selects_the_first_pod_of_each_group_by_
     router = router_of(overlay)
     assert router.discovery is not None and router.workers == ()
     for pod in pods(rendered(overlay)):
-        for index in ("0", "1"):
-            labels = pod.labels | ({WORKER_INDEX: index} if pod.is_server else {})
+        in_group = pod.owner["kind"] == "LeaderWorkerSet"
+        for index in ("0", "1") if in_group and WORKER_INDEX in str(router.discovery) else (str(pod.index),):
+            labels = pod.labels | ({WORKER_INDEX: index} if in_group else {})
             selectors = {"prefill": router.discovery.prefill_selector, "decode": router.discovery.decode_selector}
             found = [role for role, selector in selectors.items() if matches(selector, labels)]
             assert found == ([labels["app.kubernetes.io/component"]] if pod.is_server and index == "0" else []), labels
@@ -264,7 +275,7 @@ def test_containers_are_closed(overlay: str) -> None:
         assert security["readOnlyRootFilesystem"] is True
         assert security["allowPrivilegeEscalation"] is False
         assert security["capabilities"]["drop"] == ["ALL"]
-        pinned = overlay == "rdma" and pod.is_server
+        pinned = overlay in ON_RDMA and pod.is_server
         assert security["capabilities"].get("add", []) == (["IPC_LOCK"] if pinned else [])
         assert pinned or pod.spec["securityContext"]["runAsNonRoot"] is True
         watches = overlay in DISCOVERING and not pod.is_server

@@ -92,12 +92,15 @@ def run_to_idle(
     *,
     arrivals: float,
     faults: Faults = CALM,
+    net: SimNet | None = None,
 ) -> SimNode:
-    """Run a monolith until it is idle, with some aborts. `arrivals`: chance of a new request in a step.
+    """Run a monolith until it is idle, with some aborts. `arrivals`: chance of a new request in a step. `net` None: a
+    new one with `faults`.
 
     Raises AssertionError if it does not get idle, and for memory that is not free.
     """
-    net = SimNet(seed, ManualClock(), faults)
+    if net is None:
+        net = SimNet(seed, ManualClock(), faults)
     node = SimNode("null", shape, net, "mono", "mono")
     todo = list(enumerate(prompts))
     for _ in range(20_000):
@@ -123,10 +126,11 @@ def run_alone(
     *,
     arrivals: float,
     faults: Faults = CALM,
+    net: SimNet | None = None,
 ) -> SimNode:
     """See `run_to_idle`. Raises AssertionError also for a wrong token, and for a request without an end."""
     expected = monolith_tokens(shape, prompts)
-    node = run_to_idle(seed, shape, prompts, rng, arrivals=arrivals, faults=faults)
+    node = run_to_idle(seed, shape, prompts, rng, arrivals=arrivals, faults=faults, net=net)
     for index, tokens in enumerate(expected):
         half = node.halves[f"r{index}"]
         assert half.finish is not None and (half.finish.type == "abort" or half.tokens == tokens), f"seed {seed}"

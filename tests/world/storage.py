@@ -15,13 +15,12 @@ from typing import get_args
 from pdserve.base.clock import ManualClock
 from pdserve.base.parallel import ParallelShape
 from pdserve.config.tier_group import PrefetchPolicy
-from pdserve.protocol.messages import AbortRequest
 from pdserve.sim.cluster import Cluster, Layout
 from pdserve.sim.network import Faults, SimNet
-from pdserve.sim.node import SimNode, monolith_tokens
-from pdserve.sim.shape import Prompt, Shape, request
-from tests.world.pressure import counts_of, pressured, run_pair
-from tests.world.workload import with_drafts
+from pdserve.sim.node import monolith_tokens
+from pdserve.sim.shape import Prompt, Shape
+from tests.world.pressure import counts_of, pressured, run_alone, run_pair
+from tests.world.workload import with_drafts, with_groups, with_states
 
 KINDS = {
     "slow_store": (0.05, 0.4),
@@ -33,7 +32,10 @@ KINDS = {
 }
 """Fault kinds of the tiers, and between which probabilities each is drawn."""
 QUIET = Faults(max_delay_s=0.6)
-HAPPENS = ("prefetched_tokens", "backuped_tokens", "storage_prefetch_hit_tokens", "load_back_tokens")
+HAPPENS = (
+    "prefetched_tokens", "backuped_tokens", "storage_prefetch_hit_tokens", "load_back_tokens", "prefetched_states",
+    "backuped_states", "prefetched_window_pages", "backuped_window_pages",
+)  # fmt: skip
 """Counters that a campaign must see."""
 
 
@@ -48,12 +50,23 @@ def with_store(rng: random.Random, shape: Shape) -> Shape:
 def setting(seed: int) -> tuple[Shape, list[Prompt]]:
     """A server with hardly any device memory, a host tier and a store, and conversations that begin alike.
 
-    Some servers draft tokens.
+    Some servers draft tokens. The model of each second seed has recurrent states, a window, or both.
     """
     rng = random.Random(f"storage {seed}")
     shape, prompts = pressured(seed)
     shape = with_store(rng, dataclasses.replace(shape, decode_prefix_cache=rng.random() < 0.7))
-    return with_drafts(shape, prompts, rng) if rng.random() < 0.3 else (shape, prompts)
+    if rng.random() < 0.3:
+        shape, prompts = with_drafts(shape, prompts, rng)
+    return (of_groups(seed, shape, prompts) if seed % 2 else shape), prompts
+
+
+def of_groups(seed: int, shape: Shape, prompts: Sequence[Prompt]) -> Shape:
+    """The same server for a model with states, with a window, or with both."""
+    rng = random.Random(f"storage groups {seed}")
+    if rng.random() < 0.5:
+        return dataclasses.replace(with_states(shape, rng), num_slots=rng.choice((3, 5, 8)))
+    longest = max(len(prompt.tokens) + prompt.max_new_tokens for prompt in prompts)
+    return dataclasses.replace(with_groups(shape, rng, longest), is_hybrid=rng.random() < 0.5)
 
 
 def faults_of(seed: int, base: Faults = QUIET) -> Faults:
@@ -90,24 +103,7 @@ def play_weights(seed: int, weights: Sequence[int]) -> Counter[str]:
 def _run(seed: int, shape: Shape, prompts: Sequence[Prompt], net: SimNet) -> Counter[str]:
     """A monolith on a net, to its end."""
     rng = random.Random(f"storage run {seed}")
-    expected = monolith_tokens(shape, prompts)
-    node = SimNode("null", shape, net, "mono", "mono")
-    todo = list(enumerate(prompts))
-    for _ in range(20_000):
-        net.clock.advance(0.05)
-        net.deliver()
-        if todo and rng.random() < 0.3:
-            index, prompt = todo.pop()
-            node.mailbox.post(request(f"r{index}", prompt, None))
-        if rng.random() < 0.01:
-            node.mailbox.post(AbortRequest(rid=f"r{rng.randrange(len(prompts))}"))
-        if not node.scheduler.step() and not todo and node.idle:
-            break
-    assert node.idle, f"seed {seed}: stuck with {node.scheduler.role.queues()}"
-    assert not node.leaks(), f"seed {seed}: {node.leaks()}"
-    for index, tokens in enumerate(expected):
-        half = node.halves[f"r{index}"]
-        assert half.finish is not None and (half.finish.type == "abort" or half.tokens == tokens), f"seed {seed}"
+    node = run_alone(seed, shape, prompts, rng, arrivals=0.3, net=net)
     return counts_of(node) + net.counts
 
 
@@ -153,8 +149,8 @@ def main() -> None:
     for seed in range(args.first, args.first + args.seeds):
         found += play(seed)
         if seed % 4 == 0:
-            found += play_ranks(seed)
-            found += play_changes(seed)
+            found += play_ranks(seed // 4)
+            found += play_changes(seed // 4)
     for name, count in sorted(found.items()):
         print(f"{count:8} {name}")
     missing = [name for name in HAPPENS if not found[name]]

@@ -14,8 +14,10 @@ from pdserve.scheduler.roles import migration, prefix_sends
 from pdserve.scheduler.roles.migration import OutgoingMigrations, OutgoingMove
 from pdserve.scheduler.roles.prefix_sends import PrefixSends
 from pdserve.sim.cluster import Cluster, Layout
+from pdserve.sim.migrations import MovedServer
 from pdserve.sim.network import Faults
 from pdserve.sim.node import monolith_tokens
+from pdserve.sim.server import SimServer
 from pdserve.sim.shape import Prompt, Shape
 from pdserve.transfer.handles import KVSender
 from tests.world.campaign import play, tally_of
@@ -75,6 +77,26 @@ def test_32_streams_move_again_and_again() -> None:
         (tokens, None, 1) for tokens in monolith_tokens(shape, prompts)
     ]
     assert cluster.net.counts["migrations"] > 16 and not cluster.leaks()
+
+
+def move_while_memory_is_short(seed: int) -> Cluster:
+    """Nothing goes wrong, but most requests are retracted: each gets the monolith's tokens at its first try."""
+    prompts = [Prompt(tuple(range(i, i + 9 + i % 7)), 40) for i in range(24)]
+    shape = Shape(num_pages=40, num_rows=16, num_aux=16)
+    cluster = Cluster(seed, shape, Faults(migrate=0.5), Layout(prefills=1, decodes=3))
+    answers = cluster.run(prompts, 24, max_steps=1500)
+    assert [(it.tokens, it.error, it.num_tries) for it in answers] == [
+        (tokens, None, 1) for tokens in monolith_tokens(shape, prompts)
+    ]
+    assert not cluster.leaks()
+    return cluster
+
+
+@pytest.mark.parametrize("seeds", [(3,), pytest.param(range(10, 40), marks=pytest.mark.slow)], ids=len)
+def test_retracted_requests_move(seeds: Sequence[int]) -> None:
+    """Their KV is computed again where they go."""
+    counts = [move_while_memory_is_short(seed).net.counts for seed in seeds]
+    assert sum(it["migrations of retracted requests"] for it in counts) > 2 * len(seeds)
 
 
 # ---------------------------------------------------------------------- planted bugs
@@ -147,6 +169,38 @@ def a_stopped_request_keeps_its_row(patch: Patch) -> None:
 def a_stage_outlives_the_pages_of_its_request(patch: Patch) -> None:
     patch.setattr(PrefixSends, "leave", lambda self, req: None)
     patch.setattr(prefix_sends._Sending, "has_pages", True)
+
+
+def a_retracted_request_does_not_come_back(patch: Patch) -> None:
+    cancel = OutgoingMigrations._cancel
+
+    def blunt(self: OutgoingMigrations, move: OutgoingMove, failure: Failure, *, resume: bool = True) -> None:
+        if not move.was_retracted:
+            cancel(self, move, failure, resume=resume)
+
+    patch.setattr(OutgoingMigrations, "_cancel", blunt)
+
+
+def its_last_token_counts_as_sent(patch: Patch) -> None:
+    """The client's tokens of the other server begin one too late."""
+    init = MovedServer.__init__
+
+    def late(self: MovedServer, server: SimServer, rid: str, before: Sequence[int], *, repeats: bool) -> None:
+        init(self, server, rid, before, repeats=True)
+
+    patch.setattr(MovedServer, "__init__", late)
+
+
+RETRACTION_MUTANTS = (a_retracted_request_does_not_come_back, its_last_token_counts_as_sent)
+
+
+@pytest.mark.parametrize("mutant", RETRACTION_MUTANTS, ids=lambda value: value.__name__)
+def test_planted_bug_in_moves_of_retracted_requests_is_caught(
+    mutant: Callable[[Patch], None], monkeypatch: Patch
+) -> None:
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError):
+        move_while_memory_is_short(3)
 
 
 MUTANTS: list[tuple[Callable[[Patch], None], int]] = [

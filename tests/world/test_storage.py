@@ -5,11 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
 from pdserve.errors import RankError
+from pdserve.memory.layout import PageSpace
 from pdserve.memory.page_keys import KeyNamespace
+from pdserve.memory.tiers.host_pool import HostPool
+from pdserve.memory.tiers.prefix_ends import PageKey
 from pdserve.memory.tiers.storage import ObjectId
 from pdserve.memory.tiers.storage_port import JobEnd
 from pdserve.ranks.rank_storage import RankStoragePort
@@ -80,12 +84,12 @@ def objects_are_not_checked(patch: Patch) -> None:
 def bytes_land_after_a_job_was_given_up(patch: Patch) -> None:
     """A read that the server has given up goes on."""
     read, give_up = SimStoragePort._read, SimStoragePort.give_up
-    reads: dict[int, tuple[Sequence[ObjectId], Sequence[int]]] = {}
+    reads: dict[int, tuple[bytes, Sequence[PageKey], Sequence[int]]] = {}
     get = SimStoragePort.get
 
-    def remember(self: SimStoragePort, root: bytes, digests: Sequence[bytes], slots: Sequence[int]) -> int:
-        number = get(self, root, digests, slots)
-        reads[number] = self._ids(root, digests), slots
+    def remember(self: SimStoragePort, root: bytes, keys: Sequence[PageKey], slots: Sequence[int]) -> int:
+        number = get(self, root, keys, slots)
+        reads[number] = root, keys, slots
         return number
 
     def leave(self: SimStoragePort, number: int, *, late: bool) -> None:
@@ -101,8 +105,38 @@ def all_that_was_found_is_read(patch: Patch) -> None:
     """What the store said to have counts as read."""
     ended = storage_tier.StorageTier._read_ended
     patch.setattr(
-        storage_tier.StorageTier, "_read_ended", lambda self, reading, num_read: ended(self, reading, reading.num_found)
+        storage_tier.StorageTier, "_read_ended", lambda self, reading, num_read: ended(self, reading, len(reading.keys))
     )
+
+
+def a_state_is_used_that_was_not_read(patch: Patch) -> None:
+    """What a read did not write enters the host tier with the token pages."""
+    patch.setattr(HostPool, "drop_unread", lambda self, lease, numbers, *, state: None)
+
+
+def the_key_of_a_state_has_no_position(patch: Patch) -> None:
+    """All states of a namespace are one object, and so are all window pages."""
+    ids = SimStoragePort._ids
+
+    def same(self: SimStoragePort, root: bytes, keys: Sequence[PageKey]) -> list[ObjectId]:
+        found = zip(keys, ids(self, root, keys), strict=True)
+        return [one if key.space is PageSpace.TOKENS else replace(one, digest=bytes(32)) for key, one in found]
+
+    patch.setattr(SimStoragePort, "_ids", same)
+
+
+def window_pages_are_read_backwards(patch: Patch) -> None:
+    """The slots of window pages are those of other numbers."""
+    get = SimStoragePort.get
+
+    def backwards(self: SimStoragePort, root: bytes, keys: Sequence[PageKey], slots: Sequence[int]) -> int:
+        turned = [slot for key, slot in zip(keys, slots, strict=True) if key.space is PageSpace.WINDOW]
+        return get(
+            self, root, keys,
+            [turned.pop() if key.space is PageSpace.WINDOW else slot for key, slot in zip(keys, slots, strict=True)],
+        )  # fmt: skip
+
+    patch.setattr(SimStoragePort, "get", backwards)
 
 
 def each_rank_believes_itself(patch: Patch) -> None:
@@ -119,6 +153,11 @@ def with_other_weights(seed: int) -> object:
     return play_weights(seed, (0, 1, 0))
 
 
+def with_groups(seed: int) -> object:
+    """Servers of a model with recurrent states or a window."""
+    return play(2 * seed + 1)
+
+
 def a_role_change_waits_for_no_copy(patch: Patch) -> None:
     """A page may be another role's while it is copied."""
     patch.setattr(HostTier, "num_copies", 0)
@@ -131,10 +170,13 @@ QUICK: tuple[Bug, ...] = (
     (a_namespace_without_weights, with_other_weights),
     (objects_are_not_checked, play),
     (all_that_was_found_is_read, play),
+    (a_state_is_used_that_was_not_read, with_groups),
+    (the_key_of_a_state_has_no_position, with_groups),
     (each_rank_believes_itself, play_ranks),
 )
 SLOW: tuple[Bug, ...] = (
     (a_page_is_its_own_tokens, play),
+    (window_pages_are_read_backwards, with_groups),
     (bytes_land_after_a_job_was_given_up, play),
     (a_role_change_waits_for_no_copy, play_changes),
 )

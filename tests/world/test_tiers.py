@@ -5,6 +5,7 @@ Bugs of the copies are planted one by one, and must be caught.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -18,6 +19,7 @@ from pdserve.memory.tiers.host_memory import PageCopies
 from pdserve.ranks.rank_copies import AgreedCopy
 from pdserve.scheduler.host_tier import HostTier
 from pdserve.sim.hash_tier import HashTier
+from pdserve.transfer.aux import AuxRecord, MetadataBuffers
 from tests.share import rest_slow
 from tests.world.pressure import assert_caught
 from tests.world.tiers import play, play_ranks
@@ -105,6 +107,15 @@ def window_pages_come_in_another_order(patch: Patch) -> None:
     patch.setattr(HostTier, "_pair", mixed)
 
 
+def prefill_does_not_say_where_cached_tokens_were(patch: Patch) -> None:
+    write = MetadataBuffers.write
+
+    def silent(self: MetadataBuffers, slot: int, record: AuxRecord) -> None:
+        write(self, slot, dataclasses.replace(record, cached_details=None))
+
+    patch.setattr(MetadataBuffers, "write", silent)
+
+
 @pytest.mark.parametrize(
     ("plant", "player", "first"),
     [
@@ -114,6 +125,7 @@ def window_pages_come_in_another_order(patch: Patch) -> None:
         (a_rank_takes_the_end_of_its_own_copy, play_ranks, 0),
         (states_are_left_out, play, 0),
         (window_pages_come_in_another_order, play, 0),
+        (prefill_does_not_say_where_cached_tokens_were, play, 30),
     ],
     ids=lambda it: getattr(it, "__name__", str(it)),
 )

@@ -16,6 +16,7 @@ from pdserve.sim.cluster import Cluster, Layout
 from pdserve.sim.network import Faults
 from pdserve.sim.node import monolith_tokens
 from pdserve.sim.shape import Prompt, Shape
+from pdserve.sim.world import World
 from tests.world.pressure import counts_of, pressured, run_alone, run_pair
 from tests.world.workload import with_groups, with_salts, with_states
 
@@ -53,9 +54,26 @@ def play(seed: int) -> Counter[str]:
     shape, prompts = setting(seed)
     if seed % 2 == 0:
         world, _ = run_pair(seed, shape, prompts, SLOW)
-        return counts_of(world.prefill, world.decode)
+        counts = counts_of(world.prefill, world.decode)
+        if not shape.decode_prefix_cache:
+            counts["answers with tokens from prefill's host tier"] = check_sources(world)
+        return counts
     rng = random.Random(f"mono {seed}")
     return counts_of(run_alone(seed, shape, prompts, rng, arrivals=0.3, faults=Faults(slow_tier=0.1, max_delay_s=0.6)))
+
+
+def check_sources(world: World) -> int:
+    """Check that decode, without a prefix cache, answers where prefill had cached tokens; returns those from the host.
+
+    Raises AssertionError for an answer with other sources.
+    """
+    num_host = 0
+    for rid, half in world.decode.halves.items():
+        theirs = world.prefill.halves[rid].cached_details
+        if half.tokens and theirs is not None and half.cached_details is not None:
+            assert half.cached_details == theirs, f"{rid}: {half.cached_details} at decode, {theirs} at prefill"
+            num_host += theirs.host > 0
+    return num_host
 
 
 def play_ranks(seed: int) -> Counter[str]:

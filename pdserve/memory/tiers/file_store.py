@@ -74,6 +74,11 @@ class FileStorage:
             self._make_room()
         return taken
 
+    def discard(self, keys: Sequence[str]) -> None:
+        """See `Storage.discard`."""
+        for key in keys:
+            _remove(self._path(key))
+
     def clear(self) -> None:
         """See `Storage.clear`."""
         for path, _, _ in self._files():

@@ -108,10 +108,15 @@ class HostPool:
         """Give the slots of `lease`, which hold the KV of `token_ids` now, to the tree. The lease keeps its hold."""
         self.slots.cache(lease, token_ids, ending=True)
 
-    def page_bytes(self, slot: int) -> memoryview:
-        """Return this rank's bytes of a slot of tokens, for reading and writing; a lease keeps the slot meanwhile."""
+    def slot_bytes(self, space: PageSpace, slot: int) -> memoryview:
+        """Return this rank's bytes of a slot, for reading and writing; a lease keeps the slot meanwhile."""
         assert self.memory is not None, "another object has the bytes"
-        return self.memory.slot(PageSpace.TOKENS, slot)
+        return self.memory.slot(space, slot)
+
+    def drop_unread(self, lease: Lease, numbers: Iterable[int], *, state: bool) -> None:
+        """Free what a copy into `lease` did not write: window pages with these numbers, and with `state` the state."""
+        if lease.groups is not None:
+            self.slots.groups.drop_unwritten(lease.groups, numbers, state=state)
 
     def flush(self) -> int:
         """Drop all cached slots that no copy uses; returns their number."""

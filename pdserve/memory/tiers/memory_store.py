@@ -44,6 +44,12 @@ class MemoryStorage:
         """See `Storage.put_from`."""
         return [self._put(key, bytes(buffer)) for key, buffer in zip(keys, buffers, strict=True)]
 
+    def discard(self, keys: Sequence[str]) -> None:
+        """See `Storage.discard`."""
+        with self._lock:
+            for key in keys:
+                self._num_bytes -= len(self._objects.pop(key, b""))
+
     def clear(self) -> None:
         """See `Storage.clear`."""
         with self._lock:

@@ -18,21 +18,21 @@ from typing import Any
 
 from pdserve.base.process import die_with_parent
 from pdserve.memory import shared
-from pdserve.memory.tiers.mooncake_store import STAGING_BYTES, LaneAnswer, LaneCall, receive, send
+from pdserve.memory.tiers.mooncake_store import LaneAnswer, LaneCall, receive, send
 
 
 def main(arguments: list[str]) -> None:
     """Set up the client, tell each lane the result, and serve the lanes until the server closes them."""
-    options, numbers, parent = arguments
+    options, numbers, parent = json.loads(arguments[0]), *arguments[1:]
     die_with_parent(int(parent))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     descriptors = [int(number) for number in numbers.split(",")]
     lanes = [
-        (socket.socket(fileno=file), shared.map_whole(memory, STAGING_BYTES))
+        (socket.socket(fileno=file), shared.map_whole(memory, options["staging_bytes"]))
         for file, memory in zip(descriptors[::2], descriptors[1::2], strict=True)
     ]
     try:
-        store = _set_up(json.loads(options), [memory for _, memory in lanes])
+        store = _set_up(options, [memory for _, memory in lanes])
     except (Exception, SystemExit) as error:
         for lane, _ in lanes:
             send(lane, LaneAnswer(error=str(error) or type(error).__name__))
@@ -65,7 +65,7 @@ def _set_up(options: dict[str, Any], memories: list[mmap.mmap]) -> Any:
     if status != 0:
         raise OSError(f"no master at {options['master_server_address']}, or its answer is an error (status {status})")
     for memory in memories:
-        status = store.register_buffer(shared.address_of(memory), STAGING_BYTES)
+        status = store.register_buffer(shared.address_of(memory), options["staging_bytes"])
         if status != 0:
             raise OSError(f"memory cannot be registered (status {status})")
     return store
@@ -98,6 +98,9 @@ def _run(store: Any, call: LaneCall, start: int) -> LaneAnswer:
             return _answer(store.batch_get_into(call.keys, places, call.sizes), call.sizes)
         case "put":
             return _answer(store.batch_put_from(call.keys, places, call.sizes), [0] * len(call.keys))
+        case "discard":
+            statuses = [store.remove(key, True) for key in call.keys]
+            return _answer(statuses, statuses)
         case _:
             status = store.remove_all(True)
             return LaneAnswer(error=f"the master refused (status {status})" if status < 0 else "")

@@ -45,7 +45,9 @@ from pdserve.memory.tiers.storage import PUT_THREAD, StorageError
 log = logging.getLogger(__name__)
 
 STAGING_BYTES = 64 << 20
-"""Memory of a lane that the store reads and writes: the largest object."""
+"""Memory of a lane that the store reads and writes; more where an object, such as a recurrent state, is larger."""
+STAGING_UNIT = 2 << 20
+"""The memory of a lane is a multiple of this."""
 LANES = ("get", "put")
 ANSWER_LIMIT_S = 120.0
 """Seconds after which a silent child is ended."""
@@ -81,6 +83,8 @@ class MooncakeOptions:
     protocol: str
     device_name: str
     global_segment_size: int
+    staging_bytes: int = STAGING_BYTES
+    """Memory of a lane: at least the largest object."""
 
     @classmethod
     def of(cls, options: StorageOptions) -> MooncakeOptions:
@@ -97,6 +101,7 @@ class MooncakeOptions:
             protocol=options.text("protocol", "tcp"),
             device_name=options.text("device_name", "") if options.of_backend.get("device_name") else "",
             global_segment_size=options.size("global_segment_size", 1 << 30, least=0),
+            staging_bytes=max(STAGING_BYTES, -(-options.largest_object // STAGING_UNIT) * STAGING_UNIT),
         )
 
 
@@ -140,7 +145,7 @@ class MooncakeStorage:
     def get_into(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
         """See `Storage.get_into`."""
         ok: list[bool] = []
-        for first, end in _spans(buffers):
+        for first, end in _spans(buffers, self._options.staging_bytes):
             some = buffers[first:end]
             child, lane = self._lane("get")
             read = self._call("get", LaneCall("get", list(keys[first:end]), [len(one) for one in some]), child)
@@ -153,13 +158,17 @@ class MooncakeStorage:
     def put_from(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
         """See `Storage.put_from`."""
         ok: list[bool] = []
-        for first, end in _spans(buffers):
+        for first, end in _spans(buffers, self._options.staging_bytes):
             some = buffers[first:end]
             child, lane = self._lane("put")
             for buffer, at in zip(some, _offsets(some), strict=True):
                 lane.memory[at : at + len(buffer)] = buffer
             ok += self._call("put", LaneCall("put", list(keys[first:end]), [len(one) for one in some]), child)
         return ok
+
+    def discard(self, keys: Sequence[str]) -> None:
+        """See `Storage.discard`."""
+        self._call("get", LaneCall("discard", list(keys)))
 
     def clear(self) -> None:
         """See `Storage.clear`."""
@@ -223,10 +232,10 @@ class MooncakeStorage:
 class _Lane:
     """A socket to the child, and memory that both have mapped. One thread uses it."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_bytes: int) -> None:
         self.socket, self.theirs = socket.socketpair()
-        self.memory = memoryview(shared.allocate(STAGING_BYTES))
-        found = shared.find(shared.address_of(self.memory.obj), STAGING_BYTES)  # type: ignore[arg-type]
+        self.memory = memoryview(shared.allocate(num_bytes))
+        found = shared.find(shared.address_of(self.memory.obj), num_bytes)  # type: ignore[arg-type]
         if found is None:
             raise ConfigError("the store mooncake needs memfd", field="hicache_storage_backend")
         self.descriptor = found.descriptor
@@ -260,7 +269,7 @@ class _Child:
     """A process with a client of the store."""
 
     def __init__(self, options: MooncakeOptions, environment: Mapping[str, str]) -> None:
-        self.lanes = {name: _Lane() for name in LANES}
+        self.lanes = {name: _Lane(options.staging_bytes) for name in LANES}
         descriptors = [number for lane in self.lanes.values() for number in (lane.theirs.fileno(), lane.descriptor)]
         numbers = ",".join(map(str, descriptors))
         arguments = [json.dumps(dataclasses.asdict(options)), numbers, str(os.getpid())]
@@ -315,18 +324,18 @@ def _exactly(source: socket.socket, count: int) -> bytes:
     return bytes(parts)
 
 
-def _spans(buffers: Sequence[memoryview]) -> list[tuple[int, int]]:
-    """Return `(first, end)` of buffers that fit in a lane's memory together.
+def _spans(buffers: Sequence[memoryview], most: int) -> list[tuple[int, int]]:
+    """Return `(first, end)` of buffers that fit in a lane's memory of `most` bytes together.
 
     Raises:
         StorageError: an object is larger.
     """
     spans, first, size = [], 0, 0
     for index, buffer in enumerate(buffers):
-        if len(buffer) > STAGING_BYTES:
-            raise StorageError(f"an object of {len(buffer)} bytes is too large; the largest has {STAGING_BYTES}")
+        if len(buffer) > most:
+            raise StorageError(f"an object of {len(buffer)} bytes is too large; the largest has {most}")
         size += len(buffer)
-        if size > STAGING_BYTES:
+        if size > most:
             spans.append((first, index))
             first, size = index, len(buffer)
     if first < len(buffers):

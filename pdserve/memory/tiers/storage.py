@@ -15,15 +15,21 @@ import enum
 import hashlib
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from pdserve.base.parallel import RankCoord
 from pdserve.errors import PdserveError
+from pdserve.memory.layout import PageSpace
 
 OBJECT_VERSION = 1
 _MAGIC = b"PDKV"
 _HEADER = struct.Struct("<4sHH32s32s16sQ")
 _CHECKSUM = struct.Struct("<I")
+SPACE_NAMES: Mapping[PageSpace, str] = {
+    PageSpace.TOKENS: "tokens", PageSpace.WINDOW: "window", PageSpace.SLOTS: "state"
+}  # fmt: skip
+"""How the names of the parts of each page space begin."""
 PUT_THREAD = "kv-tier-put"
 """Name of the thread that puts and clears; `kv-tier-get` makes the other calls."""
 HEADER_BYTES = 128
@@ -35,7 +41,8 @@ class StorageError(PdserveError):
 
 
 class Storage(Protocol):
-    """Bytes by key. A `StorageClient` calls it on two threads: puts on one, gets on the other, `exists` on both.
+    """Bytes by key. A `StorageClient` calls it on two threads: puts on one, gets and discards on the other, `exists` on
+    both.
 
     A key is text of letters, digits, `-` and `_`, at most 128 of them. One key always has the same bytes, so a put of a
     key that the store has may keep the old object. Calls may block; the client bounds what depends on them.
@@ -67,6 +74,14 @@ class Storage(Protocol):
 
     def put_from(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
         """Store each buffer under its key; return whether each was taken. True is no promise that it can be read.
+
+        Raises:
+            StorageError: the store is away.
+        """
+        ...
+
+    def discard(self, keys: Sequence[str]) -> None:
+        """Remove objects that could not be read or are damaged, so that a later put of their keys stores them again.
 
         Raises:
             StorageError: the store is away.
@@ -106,7 +121,7 @@ class ObjectId:
     """What one stored page is.
 
     `namespace`: `KeyNamespace.root`, 32 bytes. `digest`: key of the page, 32 bytes. `part`: which part of the page it
-    is, as `shard_name` returns it.
+    is, as `shard_name` returns it. The state behind a page, and the window page of its tokens, are parts too.
     """
 
     namespace: bytes
@@ -130,6 +145,13 @@ def shard_name(space: str, *, tp_rank: int, tp_size: int, pp_rank: int, pp_size:
     Servers whose ranks are split alike have equal names, and share objects.
     """
     return f"{space}-t{tp_rank}of{tp_size}-p{pp_rank}of{pp_size}"
+
+
+def rank_parts(coord: RankCoord) -> dict[PageSpace, str]:
+    """Return the names of the parts that the rank at `coord` stores, by page space."""
+    shape = coord.shape
+    ranks = {"tp_rank": coord.tp_rank, "tp_size": shape.tp_size, "pp_rank": coord.pp_rank, "pp_size": shape.pp_size}
+    return {space: shard_name(name, **ranks) for space, name in SPACE_NAMES.items()}
 
 
 def object_bytes(num_bytes: int) -> int:

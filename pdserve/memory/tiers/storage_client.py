@@ -40,11 +40,18 @@ GET, PUT = "get", "put"
 T = TypeVar("T")
 
 
-class Lookup:
-    """How many leading pages a store has. Poll `is_done`; then read `num_found`."""
+CountLeading = Callable[[Sequence[ObjectId]], int | None]
+"""Returns how many leading objects the store has; None when it failed, or when the answer is of no interest."""
+FindEnd = Callable[[int, CountLeading], int]
+"""Returns where a prompt can be continued, given its leading token pages in the store; see `PrefixEnds.last`."""
 
-    def __init__(self, ids: Sequence[ObjectId]) -> None:
+
+class Lookup:
+    """How many leading pages a store has; with `find_end`, what that returns. Poll `is_done`; then read `num_found`."""
+
+    def __init__(self, ids: Sequence[ObjectId], find_end: FindEnd | None = None) -> None:
         self.ids = tuple(ids)
+        self.find_end = find_end
         self.num_found = 0
         self.is_done = False
         self.is_cancelled = False
@@ -130,10 +137,13 @@ class StorageClient:
 
     # ------------------------------------------------------------------ scheduler thread
 
-    def start_lookup(self, ids: Sequence[ObjectId]) -> Lookup:
-        """Ask how many leading pages the store has; at once none while the breaker is open."""
-        job = Lookup(ids)
-        if self.breaker.allows and ids:
+    def start_lookup(self, ids: Sequence[ObjectId], find_end: FindEnd | None = None) -> Lookup:
+        """Ask how many leading pages the store has; at once none while the breaker is open.
+
+        `find_end` is called with that number on the client's thread, and may ask for other objects.
+        """
+        job = Lookup(ids, find_end)
+        if self.breaker.allows and (ids or find_end is not None):
             self._gets.put(job)
         else:
             job.is_done = True
@@ -216,11 +226,19 @@ class StorageClient:
             self._end(job)
 
     def _look_up(self, job: Lookup) -> None:
-        keys = [identity.key for identity in job.ids]
-        job.num_found = min(len(keys), self._call(GET, lambda: self.storage.exists(keys)) or 0)
+        def count(ids: Sequence[ObjectId]) -> int | None:
+            keys = [identity.key for identity in ids]
+            if job.is_cancelled or not self.breaker.allows:
+                return None
+            found = self._call(GET, lambda: self.storage.exists(keys)) if keys else 0
+            return None if found is None else min(len(keys), found)
+
+        num_leading = count(job.ids)
+        if num_leading is not None:
+            job.num_found = num_leading if job.find_end is None else job.find_end(num_leading, count)
 
     def _get(self, job: Transfer, staging: _Staging) -> None:
-        """Read the pages of a job up to the first miss."""
+        """Read the pages of a job up to the first miss, whose object is discarded: else no put would replace it."""
         done = self._get_batches(job, staging)
         if not job.is_cancelled:
             self.breaker.read(found=done)
@@ -237,6 +255,7 @@ class StorageClient:
                 miss = check(stored, identity) if was_read else Miss.ABSENT
                 if miss is not None:
                     self.counts.misses[miss] += 1
+                    self._call(GET, functools.partial(self.storage.discard, [identity.key]))
                     if miss is not Miss.ABSENT:
                         log.warning("an object of the store %s is not used: %s", self.storage.name, miss)
                     return job.num_done > 0

@@ -13,11 +13,13 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from pdserve.memory.layout import PageSpace
+from pdserve.memory.tiers.prefix_ends import PageKey, PrefixEnds
 from pdserve.memory.tiers.storage import ObjectId
-from pdserve.memory.tiers.storage_client import Job, Lookup, StorageClient
+from pdserve.memory.tiers.storage_client import CountLeading, Job, Lookup, StorageClient
 
-SlotBytes = Callable[[int], memoryview]
-"""Returns the bytes of a slot of tokens on this rank."""
+SlotBytes = Callable[[PageSpace, int], memoryview]
+"""Returns the bytes of a slot of a page space on this rank."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,16 +37,20 @@ class StoragePort(Protocol):
     number. Until a job has ended, its slots are not used for anything else.
     """
 
-    def look_up(self, root: bytes, digests: Sequence[bytes]) -> int:
-        """Ask how many leading pages are stored."""
+    def look_up(self, root: bytes, keys: Sequence[PageKey], ends: PrefixEnds | None = None) -> int:
+        """Ask how many leading pages are stored.
+
+        With `ends`, `keys` are the token pages of the prompt from some page on, and the job reports the last end of the
+        prompt at which the store has window pages and state too, in pages from the prompt's start; 0: none.
+        """
         ...
 
-    def get(self, root: bytes, digests: Sequence[bytes], slots: Sequence[int]) -> int:
-        """Read pages into slots, up to the first one that is a miss."""
+    def get(self, root: bytes, keys: Sequence[PageKey], slots: Sequence[int]) -> int:
+        """Read pages into slots of their spaces, up to the first one that is a miss."""
         ...
 
-    def put(self, root: bytes, digests: Sequence[bytes], slots: Sequence[int]) -> int:
-        """Store the pages in slots."""
+    def put(self, root: bytes, keys: Sequence[PageKey], slots: Sequence[int]) -> int:
+        """Store the pages in slots of their spaces."""
         ...
 
     def give_up(self, number: int, *, late: bool) -> None:
@@ -70,24 +76,31 @@ class StoragePort(Protocol):
 
 
 class LocalStoragePort:
-    """Implements `StoragePort` for one rank. `part`: its `shard_name`; `slot_bytes`: its part of the host tier."""
+    """Implements `StoragePort` for one rank. `parts`: its `rank_parts`; `slot_bytes`: its part of the host tier."""
 
-    def __init__(self, client: StorageClient, part: str, slot_bytes: SlotBytes) -> None:
-        self._client, self._part, self._slot_bytes = client, part, slot_bytes
+    def __init__(self, client: StorageClient, parts: Mapping[PageSpace, str], slot_bytes: SlotBytes) -> None:
+        self._client, self._parts, self._slot_bytes = client, parts, slot_bytes
         self._jobs: dict[int, Job] = {}
         self._num_started = 0
 
-    def look_up(self, root: bytes, digests: Sequence[bytes]) -> int:
+    def look_up(self, root: bytes, keys: Sequence[PageKey], ends: PrefixEnds | None = None) -> int:
         """See `StoragePort.look_up`."""
-        return self._add(self._client.start_lookup(self._ids(root, digests)))
+        ids = self._ids(root, keys)
+        if ends is None:
+            return self._add(self._client.start_lookup(ids))
 
-    def get(self, root: bytes, digests: Sequence[bytes], slots: Sequence[int]) -> int:
+        def find_end(num_leading: int, count: CountLeading) -> int:
+            return ends.last(num_leading, lambda needed: count(self._ids(root, needed)))
+
+        return self._add(self._client.start_lookup(ids, find_end))
+
+    def get(self, root: bytes, keys: Sequence[PageKey], slots: Sequence[int]) -> int:
         """See `StoragePort.get`."""
-        return self._add(self._client.start_get(self._ids(root, digests), self._buffers(slots)))
+        return self._add(self._client.start_get(self._ids(root, keys), self._buffers(keys, slots)))
 
-    def put(self, root: bytes, digests: Sequence[bytes], slots: Sequence[int]) -> int:
+    def put(self, root: bytes, keys: Sequence[PageKey], slots: Sequence[int]) -> int:
         """See `StoragePort.put`."""
-        return self._add(self._client.start_put(self._ids(root, digests), self._buffers(slots)))
+        return self._add(self._client.start_put(self._ids(root, keys), self._buffers(keys, slots)))
 
     def give_up(self, number: int, *, late: bool) -> None:
         """See `StoragePort.give_up`."""
@@ -113,11 +126,11 @@ class LocalStoragePort:
         """See `StoragePort.facts`."""
         return self._client.facts()
 
-    def _ids(self, root: bytes, digests: Sequence[bytes]) -> list[ObjectId]:
-        return [ObjectId(root, digest, self._part) for digest in digests]
+    def _ids(self, root: bytes, keys: Sequence[PageKey]) -> list[ObjectId]:
+        return [ObjectId(root, key.digest, self._parts[key.space]) for key in keys]
 
-    def _buffers(self, slots: Sequence[int]) -> list[memoryview]:
-        return [self._slot_bytes(slot) for slot in slots]
+    def _buffers(self, keys: Sequence[PageKey], slots: Sequence[int]) -> list[memoryview]:
+        return [self._slot_bytes(key.space, slot) for key, slot in zip(keys, slots, strict=True)]
 
     def _add(self, job: Job) -> int:
         self._num_started += 1

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
+from pdserve.base.hosts import server_url
 from pdserve.base.proof import MacKey
 from pdserve.errors import ConfigError
 from pdserve.http.access import Network, parse_networks
@@ -159,7 +160,7 @@ class WorkerSpec:
     def host(self) -> str:
         """The host of the URL (IPv6 without brackets), at which decode connects to the bootstrap server."""
         host = urlsplit(self.url).hostname
-        assert host is not None, "parse_worker_url checked it"
+        assert host is not None, "server_url checked it"
         return host
 
 
@@ -291,7 +292,7 @@ class RouterConfig:
 
     @property
     def roles(self) -> tuple[WorkerRole, ...]:
-        """Roles of which a request needs one worker each."""
+        """Roles: a request needs one worker of each."""
         return (WorkerRole.PREFILL, WorkerRole.DECODE) if self.pd else (WorkerRole.REGULAR,)
 
     def __post_init__(self) -> None:
@@ -370,25 +371,11 @@ def _require(good: bool, flag: str, expected: str, value: float) -> None:
         raise ConfigError(f"{flag} must be {expected}, got {value}", field=flag.removeprefix("--").replace("-", "_"))
 
 
-def parse_worker_url(text: str, *, field: str) -> str:
-    """Return a worker's base URL without a trailing slash; `ConfigError` unless it is http(s)://host[:port]."""
-    try:
-        parts = urlsplit(text)
-        port = parts.port
-    except ValueError as error:
-        raise ConfigError(f"--{field} {text!r} is not a URL: {error}", field=field) from error
-    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
-        raise ConfigError(f"--{field} needs a URL such as http://127.0.0.1:30000, got {text!r}", field=field)
-    if parts.path.strip("/") or parts.query or parts.fragment or parts.username is not None:
-        raise ConfigError(f"--{field} takes scheme, host and port only, got {text!r}", field=field)
-    return f"{parts.scheme}://{parts.netloc}"
-
-
 def prefill_spec(values: list[str]) -> WorkerSpec:
     """Parse `--prefill URL [PORT|none]`: without a port the worker reports its port; with `none` null is sent."""
     if len(values) not in (1, 2):
         raise ConfigError(f"--prefill takes a URL and at most one bootstrap port, got {values}", field="prefill")
-    url = parse_worker_url(values[0], field="prefill")
+    url = server_url(values[0], field="prefill")
     if len(values) == 1:
         return WorkerSpec(role=WorkerRole.PREFILL, url=url, ask_bootstrap_port=True)
     if values[1].lower() == "none":

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn, get_args
 
 from pdserve.base.env import CONTROL_TOKEN, WORKER_PROOF_KEY, control_token, worker_proof_secret
+from pdserve.base.hosts import server_url
 from pdserve.base.plugins import POLICY_PLUGINS, plugin_names
 from pdserve.base.proof import MacKey
 from pdserve.config.cli import no_such_flag
@@ -31,7 +32,6 @@ from pdserve.router.config.config import (
     TlsConfig,
     WorkerRole,
     WorkerSpec,
-    parse_worker_url,
     prefill_spec,
 )
 from pdserve.router.config.discovery import add_discovery_flags, discovery_from
@@ -238,8 +238,8 @@ def _specs(args: argparse.Namespace) -> tuple[WorkerSpec, ...]:
         message = "name servers with --worker-urls URL ..., or with --pd-disaggregation --prefill URL --decode URL"
         raise ConfigError(message, field="worker_urls")
     specs = [prefill_spec(values) for values in args.prefill]
-    specs += [WorkerSpec(role=WorkerRole.DECODE, url=parse_worker_url(url, field="decode")) for url in args.decode]
-    regular = [parse_worker_url(url, field="worker-urls") for url in args.worker_urls or []]
+    specs += [WorkerSpec(role=WorkerRole.DECODE, url=server_url(url, field="decode")) for url in args.decode]
+    regular = [server_url(url, field="worker_urls") for url in args.worker_urls or []]
     return (*specs, *(WorkerSpec(role=WorkerRole.REGULAR, url=url) for url in regular))
 
 

@@ -5,7 +5,7 @@ Conversation keys, in order of precedence:
     X-SMG-Routing-Key, X-Session-ID     headers that clients of sglang's and of vLLM's router send
     session_params.id                   field that clients of SGLang's sessions send
     conversation, prompt_cache_key      fields of OpenAI's API; a conversation is an id or an object with an id
-    user
+    user                                of Anthropic's API `metadata.user_id`
     the opening                         without a name: the common start of all turns of a conversation
 
 Requests of another cache salt share no prompt and no opening: a worker's prefix cache keeps them apart.
@@ -22,7 +22,7 @@ from typing import Any
 
 import orjson
 
-from pdserve.http.access import CHAT_PATH, RESPONSES_PATH
+from pdserve.http.access import BILLING_HEADER, CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH
 
 TOKENS_MARK = "\udfff"
 """A lone surrogate, which text from JSON does not contain; it marks prompts of token ids."""
@@ -56,6 +56,9 @@ def _prompt_of(path: str, body: Mapping[str, Any]) -> str | None:
             given = [{"role": "user", "content": given}]
         instructions = {"role": "system", "content": body.get("instructions")}
         return _conversation(body.get("tools"), [instructions, *given]) if isinstance(given, list) else None
+    if path == MESSAGES_PATH:
+        given = body.get("messages")
+        return _conversation(body.get("tools"), [_system(body), *given]) if isinstance(given, list) and given else None
     return as_text(first_prompt(body))
 
 
@@ -109,17 +112,35 @@ class ConversationKey:
 def conversation_key(path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> ConversationKey | None:
     """Return the conversation key of a request; None without one. Invalid types are ignored: a worker refuses them."""
     named = [*(headers.get(header) for header in KEY_HEADERS), *(_id_of(body.get(field)) for field in KEY_OBJECTS)]
+    metadata = body.get("metadata") if path == MESSAGES_PATH else None
+    named.append(metadata.get("user_id") if isinstance(metadata, dict) else None)
     for name in [*named, *(body.get(field) for field in KEY_FIELDS)]:
         if isinstance(name, str) and name:
             return ConversationKey(name.encode(errors="surrogatepass"), named=True)
     if path == CHAT_PATH:
         opening = _chat_opening(body.get("messages"))
+    elif path == MESSAGES_PATH:
+        given = body.get("messages")
+        opening = _chat_opening([_system(body), *given]) if isinstance(given, list) and given else None
     elif path == RESPONSES_PATH:
         given = body.get("input")
         opening = _prompt_opening(given) if isinstance(given, str) else _chat_opening(given)
     else:
         opening = _prompt_opening(first_prompt(body))
     return None if opening is None else ConversationKey(salt_of(body) + opening, named=False)
+
+
+def _system(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the system prompt of a body of Anthropic's API as a message, without the text that the server drops."""
+    content = body.get("system")
+    if isinstance(content, list):
+        content = [block for block in content if not _is_billing_header(block)]
+    return {"role": "system", "content": content}
+
+
+def _is_billing_header(block: Any) -> bool:
+    text = block.get("text") if isinstance(block, dict) else None
+    return isinstance(text, str) and text.startswith(BILLING_HEADER)
 
 
 def _id_of(value: Any) -> Any:

@@ -44,7 +44,7 @@ from pdserve.router.proxy.attempts import (
     with_rooms,
 )
 from pdserve.router.proxy.merge import event_merger, merged_body, prefill_metas
-from pdserve.router.proxy.stream_retry import MIGRATED, Moved, StreamProgress, can_go_on, with_seed
+from pdserve.router.proxy.stream_retry import MIGRATED, Moved, StreamProgress, can_go_on, stream_form, with_seed
 from pdserve.router.workers.admission import Admission, PairSlots, rids_of
 from pdserve.router.workers.health import LOAD_FAILURE_POLICY, HealthMonitor
 from pdserve.router.workers.metrics import RouterMetrics
@@ -185,7 +185,8 @@ class Dispatcher:
                     self._metrics.attached.labels("attached").inc()
                     return found
 
-                stream = StreamProgress(body, self._config.retry.stream_retries, again, attach)
+                form = stream_form(call.path)
+                stream = StreamProgress(body, self._config.retry.stream_retries, again, attach, form)
                 outcome = dataclasses.replace(outcome, stream=stream)
             yield outcome
 

@@ -20,6 +20,7 @@ from aiohttp import web
 from pdserve.base.stream_state import RESUME_FIELD
 from pdserve.errors import RequestError
 from pdserve.http.access import LARGE_BODY_BYTES, BodyBudget
+from pdserve.http.error_forms import error_event
 from pdserve.http.errors import HttpRefusal
 from pdserve.observe.interval_stats import RouterStats
 from pdserve.observe.tracing import Tracing
@@ -331,7 +332,7 @@ async def _end_broken(request: web.Request, response: web.StreamResponse, tail: 
     """End an incomplete answer: with an error event in a stream, otherwise by closing the connection."""
     if response.content_type == "text/event-stream" and response.content_length is None:
         gap = b"" if tail.endswith(b"\n\n") else b"\n\n"
-        await response.write(gap + b"data: " + orjson.dumps(HttpRefusal.of(failure.error()).body) + b"\n\n")
+        await response.write(gap + error_event(request.path, HttpRefusal.of(failure.error()).body, request[REQUEST_ID]))
         await response.write_eof()
     elif request.transport is not None:
         request.transport.close()

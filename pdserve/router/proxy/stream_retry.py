@@ -20,15 +20,22 @@ from typing import Any
 
 import orjson
 
-from pdserve.base.stream_state import DONE, EVENT_END, RESUME_FIELD, split_event
-from pdserve.http.access import CHAT_PATH, COMPLETIONS_PATH, GENERATE_PATH
+from pdserve.base.stream_state import (
+    ANTHROPIC_STREAM,
+    EVENT_END,
+    OPENAI_STREAM,
+    RESUME_FIELD,
+    EventState,
+    StreamForm,
+    split_event,
+)
+from pdserve.http.access import CHAT_PATH, COMPLETIONS_PATH, GENERATE_PATH, MESSAGES_PATH
 from pdserve.protocol.failure import RUNNING_TIMEOUT, Failure
 from pdserve.router.proxy.attempts import batch_size, num_sequences, wants_prompt_logprobs
 from pdserve.router.workers.outcome import WORKER_FAILED, WorkerStream, worker_failed
 
 RETRYABLE_STATUSES = frozenset({502, 503, 504})
 """HTTP statuses in error events after which a stream is continued."""
-_ERROR = b'data: {"error":'
 
 Body = dict[str, Any]
 Again = Callable[[Body, Failure], Awaitable[WorkerStream | None]]
@@ -55,7 +62,9 @@ def can_go_on(path: str, body: Body) -> bool:
     if body.get("stream") is not True or num_sequences(body) != 1 or wants_prompt_logprobs(path, body):
         return False
     size = batch_size(path, body)
-    return (size is None and path in (CHAT_PATH, GENERATE_PATH)) or (size in (None, 1) and path == COMPLETIONS_PATH)
+    return (size is None and path in (CHAT_PATH, GENERATE_PATH, MESSAGES_PATH)) or (
+        size in (None, 1) and path == COMPLETIONS_PATH
+    )
 
 
 def with_seed(path: str, body: Body, rng: random.Random) -> Body:
@@ -75,14 +84,25 @@ def with_seed(path: str, body: Body, rng: random.Random) -> Body:
 class StreamProgress:
     """Progress of one client's stream across workers."""
 
-    def __init__(self, body: Body, max_retries: int, again: Again, attach: Attach | None = None) -> None:
-        """`attach` None: a request that has moved is computed again at another pair."""
+    def __init__(
+        self,
+        body: Body,
+        max_retries: int,
+        again: Again,
+        attach: Attach | None = None,
+        form: StreamForm = OPENAI_STREAM,
+    ) -> None:
+        """`attach` None: a request that has moved is computed again at another pair. `form`: the events of its API."""
+        self._form = form
         self._body = body
         self._again = again
         self._attach = attach
         self._moved: Moved | None = None
         self._num_left = max_retries
         self._rest = b""
+        self._held: list[bytes] = []
+        self._held_state: EventState | None = None
+        """The state of the held events, which are the first ones of a group; None: no events are held."""
         self._head: dict[str, Any] | None = None
         self._token_ids: list[int] = []
         self._cached_tokens = 0
@@ -118,7 +138,7 @@ class StreamProgress:
         """The rest of a broken stream whose tokens are complete, possibly empty; None: tokens are missing."""
         if self._done:
             return b""
-        return None if self._tail is None else self._tail.encode() + DONE
+        return None if self._tail is None else self._tail.encode() + self._form.last
 
     async def go_on(self, failure: Failure) -> WorkerStream | None:
         """Continue the stream after `failure`; returns the next answer, or None if the stream cannot be continued."""
@@ -128,7 +148,7 @@ class StreamProgress:
             if self._attach is not None and moved.num_tokens == len(self._token_ids) and self._head is not None:
                 upstream = await self._attach(self._resumed_body(moved.rid), moved)
                 if upstream is not None:
-                    self._rest, self.failure, self.error_event = b"", None, b""
+                    self._reset()
                     return upstream
         can = self._num_left > 0 and self._may_go_on
         if not can or failure.code not in (WORKER_FAILED, *([self.failure.code] if self.failure else [])):
@@ -136,8 +156,13 @@ class StreamProgress:
         self._num_left -= 1
         upstream = await self._again(self._resumed_body(), failure)
         if upstream is not None:
-            self._rest, self.failure, self.error_event = b"", None, b""
+            self._reset()
         return upstream
+
+    def _reset(self) -> None:
+        """Drop what the broken answer has left, because another answer follows."""
+        self._rest, self.failure, self.error_event = b"", None, b""
+        self._held, self._held_state = [], None
 
     @property
     def _may_go_on(self) -> bool:
@@ -159,25 +184,44 @@ class StreamProgress:
     def _take(self, event: bytes) -> bytes:
         """Record an event's resume state; returns the event for the client, empty after a failure."""
         state, shown = split_event(event)
+        if self._held_state is not None:
+            self._held.append(shown)
+            if len(self._held) < self._held_state.group:
+                return b""
+            state, shown = self._held_state, EVENT_END.join(self._held)
+            self._held, self._held_state = [], None
+        elif state is not None and state.group > 1:
+            self._held, self._held_state = [shown], state
+            return b""
         if state is not None:
             self._head = self._head or state.head
             self._token_ids += state.token_ids
             self._logprobs += state.logprobs or []
             self._cached_tokens, self._tail = state.cached_tokens, state.tail
             self._cached_details = state.cached_details
-        if self.failure is None and self._may_go_on and shown.startswith(_ERROR):
+        if self.failure is None and self._may_go_on and shown.startswith(self._form.error):
             self.failure = _retryable(shown)
             self._moved = None if self.failure is None or self.failure.code != MIGRATED else _moved(shown)
-            self.error_event = b"" if self.failure is None else shown + EVENT_END + DONE
+            self.error_event = b"" if self.failure is None else shown + EVENT_END + self._form.after_error
         if self.failure is not None:
             return b""
-        self._done = self._done or shown + EVENT_END == DONE
+        self._done = self._done or shown + EVENT_END == self._form.last
         return shown + EVENT_END if shown else b""
+
+
+def stream_form(path: str) -> StreamForm:
+    """Return the form of the streams at `path`."""
+    return ANTHROPIC_STREAM if path == MESSAGES_PATH else OPENAI_STREAM
+
+
+def _data(event: bytes) -> bytes:
+    """Return the data of an event, which may begin with its name."""
+    return event.partition(b"data: ")[2]
 
 
 def _moved(event: bytes) -> Moved | None:
     """Parse the error event of a request that has moved; None if it lacks a field."""
-    error = orjson.loads(event.removeprefix(b"data: "))["error"]
+    error = orjson.loads(_data(event))["error"]
     to, rid, num_tokens = (error.get(name) for name in ("to", "migrated_rid", "next_token_index"))
     is_whole = isinstance(to, str) and isinstance(rid, str) and isinstance(num_tokens, int)
     return Moved(to, rid, num_tokens) if is_whole else None
@@ -186,7 +230,7 @@ def _moved(event: bytes) -> Moved | None:
 def _retryable(event: bytes) -> Failure | None:
     """Parse an error event; None if a retry does not help."""
     try:
-        body = orjson.loads(event.removeprefix(b"data: "))
+        body = orjson.loads(_data(event))
     except orjson.JSONDecodeError:
         return None
     status, error = body.get("code"), body["error"]

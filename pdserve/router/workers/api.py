@@ -17,8 +17,9 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from aiohttp import web
 
+from pdserve.base.hosts import server_url
 from pdserve.errors import ConfigError
-from pdserve.router.config.config import RouterConfig, WorkerRole, WorkerSpec, parse_worker_url
+from pdserve.router.config.config import RouterConfig, WorkerRole, WorkerSpec
 from pdserve.router.http import BODY, error_response, json_response
 from pdserve.router.workers.workers import Registry, Worker
 
@@ -165,7 +166,7 @@ class WorkersApi:
 
     def _spec(self, body: AddBody) -> WorkerSpec:
         try:
-            url = parse_worker_url(body.url, field="url")
+            url = server_url(body.url, field="url")
         except ConfigError as error:
             raise BadBody(str(error).removeprefix("--"), "url") from error
         names = [role.value for role in self._config.roles]

@@ -17,6 +17,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from pdserve.base.proof import PROOF_HEADER
 from pdserve.base.stream_state import STATE_HEADER
+from pdserve.http.credentials import authorization_of
 from pdserve.http.worker_proof import WorkerProof
 from pdserve.protocol.failure import RUNNING_TIMEOUT, Failure
 from pdserve.router.config.config import RouterConfig
@@ -37,11 +38,11 @@ HOP_BY_HOP = frozenset(
 )
 NOT_FORWARDED = HOP_BY_HOP | {
     *("host", "content-length", "content-type", "content-encoding", "expect"),
-    *(STATE_HEADER.lower(), PROOF_HEADER.lower()),
+    *(STATE_HEADER.lower(), PROOF_HEADER.lower(), "x-api-key"),
     *("origin", "referer", "cookie", "sec-fetch-site", "sec-fetch-mode", "sec-fetch-dest", "sec-fetch-user"),
 }
 """Headers that are not forwarded to workers. The router re-encodes the body, so headers that describe the client's body
-are wrong; a browser's headers about its page are for the router only."""
+are wrong; a browser's headers about its page are for the router only; `x-api-key` is forwarded as `Authorization`."""
 
 FORWARDED_FOR = "X-Forwarded-For"
 
@@ -176,6 +177,9 @@ def forwarded_headers(headers: CIMultiDictProxy[str], peer: str | None = None) -
     if peer is not None:
         kept[FORWARDED_FOR] = ", ".join([*kept.popall(FORWARDED_FOR, []), peer]) if FORWARDED_FOR in kept else peer
     kept["Content-Type"] = "application/json"
+    authorization = authorization_of(headers)
+    if authorization is not None:
+        kept["Authorization"] = authorization
     return kept
 
 

@@ -92,7 +92,7 @@ class DecodeRole(MixedBatchRole):
         """Requests in prealloc that have a session."""
         self._transfer: dict[str, Req] = {}
         self._waiting: dict[str, Req] = {}
-        self._migrations = OutgoingMigrations(context, kv, kv_checksum, self._batch_planner.running, self._leave)
+        self._migrations = OutgoingMigrations(context, kv, kv_checksum, self._batch_planner, self._leave)
 
     def admit(self, req: Req) -> None:
         """See `SchedulerRole.admit`."""
@@ -101,6 +101,10 @@ class DecodeRole(MixedBatchRole):
             raise RequestError("a decode server needs bootstrap_room", field="bootstrap_room")
         validate_fits(self._context, req.max_len)
         if room is None:  # it is queued as a request whose KV transfer was lost
+            if req.spec.taken_over:
+                if len(self._retracted) or not self._batch_planner.prefilling.may_start(req):
+                    raise NO_ROOM.error()
+                self._context.counters["migrations_in"] += 1
             req.times.lost = req.times.arrived
             self.live[req.rid] = self._lost[req.rid] = req
             self._retracted.add(req, resumed=True)

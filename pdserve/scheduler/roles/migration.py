@@ -1,4 +1,4 @@
-"""Running requests that move to another decode server, on the server that has them. Made by `DecodeRole`.
+"""Requests that move to another decode server, on the server that has them. Made by `DecodeRole`.
 
 running     MigrateOut: an aux slot is reserved
    v
@@ -9,6 +9,8 @@ offered     the API process has the request as a value, for the other server; a 
 sending     the other server has published its pages: all missing pages and the last token are sent
    v
 sent        every byte has landed, and the other server computes the request
+   ^ |
+   | MigrateOut of a retracted request: it leaves its queue; the other server has its value, and computes its KV again
    |
    |- EndMigration(commit)                          the request is forgotten here
    `- not committed, failed or late (all states)    the request goes on here
@@ -43,8 +45,8 @@ from pdserve.protocol.messages import (
     RoomAddress,
     SendPrefix,
 )
+from pdserve.scheduler.batch_planner import BatchPlanner
 from pdserve.scheduler.context import SchedulerContext
-from pdserve.scheduler.decode_batch import DecodeBatch
 from pdserve.scheduler.kv_checksum import KVChecksum
 from pdserve.scheduler.request import Req
 from pdserve.scheduler.roles.prefix_sends import PrefixSends
@@ -91,27 +93,33 @@ class OutgoingMove:
     room: int
     begun_at: float
     phase: MovePhase = MovePhase.STOPPING
+    was_retracted: bool = False
+    """True: the request holds no memory, and goes on in the queue of retracted requests."""
     stopped_at: float | None = None
     draft_hidden: bytes = b""
     """See `Executor.draft_hidden`: the drafter's state when the request stopped."""
 
 
 class OutgoingMigrations:
-    """All migrations of one server. `running`: the decode batch. `leave` releases a request without an output."""
+    """All migrations of one server. `planner`: it has the decode batch and the queue of retracted requests.
+
+    `leave` releases a request without an output.
+    """
 
     def __init__(
         self,
         context: SchedulerContext,
         kv: KVManager,
         kv_checksum: KVChecksum | None,
-        running: DecodeBatch,
+        planner: BatchPlanner,
         leave: Callable[[Req], None],
     ) -> None:
         self._context = context
         self._kv = kv
         self._kv_checksum = kv_checksum
         self.prefixes = PrefixSends(context, kv, enabled=kv_checksum is None)
-        self._running = running
+        self._running = planner.running
+        self._prefilling = planner.prefilling
         self._leave = leave
         self._resuming: dict[str, Req] = {}
         """Requests whose migration failed: they get the first free rows."""
@@ -124,7 +132,8 @@ class OutgoingMigrations:
     @property
     def stopped(self) -> Iterator[Req]:
         """Requests that have left the batch and hold memory."""
-        moving = (move.req for move in self._moves.values() if move.phase is not MovePhase.STOPPING)
+        moves = self._moves.values()
+        moving = (it.req for it in moves if it.phase is not MovePhase.STOPPING and not it.was_retracted)
         return itertools.chain(moving, self._resuming.values())
 
     @property
@@ -146,12 +155,15 @@ class OutgoingMigrations:
                 self.begin(command, req, state)
 
     def begin(self, command: MigrateOut, req: Req | None, state: str) -> None:
-        """Begin to move a request. `state`: the queue that it is in; only `running` ones move."""
+        """Begin to move a request. `state`: the queue that it is in; only running and retracted ones move."""
         failure = self._why_not(command, req, state)
         if failure is not None:
             self._refuse(command.query_id, failure)
             return
         assert req is not None
+        if state == "retracted":
+            self._offer_retracted(command, req)
+            return
         req.aux = self._context.memory.aux.reserve(1, req.rid)
         if req.aux is None:
             self._refuse(command.query_id, not_migratable("no aux slot is free to send the request", status=503))
@@ -235,11 +247,23 @@ class OutgoingMigrations:
             return not_migratable(f"no request {command.rid!r} is live", status=404, code="no_such_request")
         if req.rid in self._moves:
             return not_migratable("another migration of the request has not ended", code="migration_under_way")
-        if state != "running" or not req.output_ids:
-            return not_migratable(f"the request is {state}; only running requests move")
+        if state not in ("running", "retracted"):
+            return not_migratable(f"the request is {state}; only running and retracted requests move")
+        if not req.output_ids:
+            return not_migratable("the request has no output yet")
         if command.room in self._by_room:
             return not_migratable("the migration's room is in use")
         return None
+
+    def _offer_retracted(self, command: MigrateOut, req: Req) -> None:
+        """Take a retracted request out of its queue and offer its value: nothing else of it is to be sent."""
+        now = self._context.clock.now()
+        move = OutgoingMove(
+            req, command.query_id, command.room, now, MovePhase.SENT, was_retracted=True, stopped_at=now
+        )
+        self._moves[req.rid] = self._by_room[command.room] = move
+        self._prefilling.remove(req)
+        self._reply_with(move)
 
     def _offer(self, move: OutgoingMove) -> None:
         """Take the request out of the batch and offer it to the other server."""
@@ -261,7 +285,11 @@ class OutgoingMigrations:
             self._reply_if_due(move, Failure.from_error(error), always=True)
             self._cancel(move, ABORTED)
             return
-        offer = MigrationOffer(request=self._value(move), num_output_tokens=len(req.output_ids))
+        self._reply_with(move)
+
+    def _reply_with(self, move: OutgoingMove) -> None:
+        """Reply to `MigrateOut` with the request as a value."""
+        offer = MigrationOffer(request=self._value(move), num_output_tokens=len(move.req.output_ids))
         payload = msgspec.msgpack.encode(offer)
         self._reply(CommandReply(query_id=move.query_id, ok=True, message="ok", payload=payload))
 
@@ -278,13 +306,18 @@ class OutgoingMigrations:
         if logprobs is not None:
             logprobs = msgspec.structs.replace(logprobs, prompt_from=None)
         room = RoomAddress(host="migration", port=None, room=move.room, sender=self._kv.address)
+        again = move.was_retracted
         return msgspec.structs.replace(
             spec,
-            room=room,
-            prior_output_ids=req.output_ids[:-1],
+            room=None if again else room,
+            prior_output_ids=list(req.output_ids) if again else req.output_ids[:-1],
             logprobs=logprobs,
             replica=None,
             traced=False,
+            local=again,
+            taken_over=again,
+            lora_digest=req.adapter_digest if again else "",
+            kv_tokens=0,
         )
 
     def _send(self, move: OutgoingMove) -> None:
@@ -317,7 +350,9 @@ class OutgoingMigrations:
         if req.aux is not None:
             req.aux.drop("request")
             req.aux = None
-        if resume:
+        if move.was_retracted:
+            self._prefilling.waiting.add(req, resumed=True)
+        elif resume:
             req.draft_hidden = move.draft_hidden
             self._resuming[req.rid] = req
 

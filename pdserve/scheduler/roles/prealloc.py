@@ -47,7 +47,7 @@ class HostLoads:
         return self._context.tier is not None and self._context.tier.is_loading(req)
 
     def started(self, req: Req) -> None:
-        """Note that `req` has its pages, of which `Req.num_cached` tokens were cached."""
+        """Note that `req` has its pages, and that `Req.num_cached` of its tokens were cached."""
         if self._context.tier is not None:
             req.cached_details = self._context.tier.started(req)
 

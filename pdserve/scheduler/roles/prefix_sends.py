@@ -171,6 +171,8 @@ class PrefixSends:
             room=RoomAddress(host="migration", port=None, room=command.room, sender=self._kv.address),
             replica=None,
             traced=False,
+            local=False,
+            taken_over=False,
         )
         payload = msgspec.msgpack.encode(MigrationOffer(request=request, num_output_tokens=0))
         self._reply(CommandReply(query_id=command.query_id, ok=True, message="ok", payload=payload))

@@ -5,8 +5,8 @@
                                                                       └─ a stream with `pdserve_resume.attach`
     S: MovedRequests.follow ──> reads /migrate_stream of D ──> the request's own Generation
 
-The scheduler of D sends the last token of S again, as the first token of the transfer; it is left out here. Event loop
-only.
+The scheduler of D sends the last token of S again, as the first token of the transfer; it is left out here. A request
+that comes without its KV has no such token. Event loop only.
 """
 
 from __future__ import annotations
@@ -52,17 +52,24 @@ class IncomingRequest:
     timer: asyncio.TimerHandle | None = None
 
     @property
+    def repeats_token(self) -> bool:
+        """True when the first token here is the other server's last one, which came with its KV."""
+        return not self.request.taken_over
+
+    @property
     def num_tokens(self) -> int:
         """Output tokens that the other server generated."""
-        return len(self.request.prior_output_ids) + 1
+        return len(self.request.prior_output_ids) + self.repeats_token
 
     def put(self, output: EngineCoreOutput) -> None:
         """Add an output of the scheduler."""
         if output.finish is not None and not self.has_begun and not output.token_ids:
             self.failure = output.finish.failure
             self.has_ended = True
-        if output.token_ids and not self.has_begun:
+        starts = not self.has_begun
+        if output.token_ids and starts:
             self.has_begun = True
+        if output.token_ids and starts and self.repeats_token:
             logprobs = None if output.logprobs is None else output.logprobs[1:]
             output = msgspec.structs.replace(output, token_ids=output.token_ids[1:], logprobs=logprobs)
         if output.token_ids or output.finish is not None:

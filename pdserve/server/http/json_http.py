@@ -21,8 +21,11 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
+from pdserve.base.log import current_request_id
+from pdserve.base.stream_state import DONE
 from pdserve.errors import PdserveError, RequestError
 from pdserve.http.access import TOO_MANY_VALUES, BodyBudget, has_too_many_values
+from pdserve.http.error_forms import ANTHROPIC_PATHS, error_event
 from pdserve.http.errors import HttpRefusal, error_object
 from pdserve.server.generation import Generation, GenerationUpdate
 
@@ -35,11 +38,6 @@ def refused(refusal: HttpRefusal) -> Response:
 def error_response(error: PdserveError) -> Response:
     """Build the response to a request that failed before its first byte; sets `Retry-After` (seconds) if known."""
     return refused(HttpRefusal.of(error))
-
-
-def error_event(error: PdserveError) -> bytes:
-    """Build the error event of a stream that failed after its first byte; only the end event follows."""
-    return b"data: " + orjson.dumps(HttpRefusal.of(error).body) + b"\n\n"
 
 
 async def _on_pdserve_error(_: Request, error: Exception) -> Response:
@@ -204,9 +202,6 @@ def scalar_or_list(value: Any, count: int, field: str, kinds: type | tuple[type,
     return values
 
 
-DONE = b"data: [DONE]\n\n"
-
-
 class ClientGoneError(Exception):
     """The client closed its connection before the response was ready."""
 
@@ -263,12 +258,12 @@ async def first_event(events: AsyncGenerator[bytes, None]) -> bytes:
     return await anext(events)
 
 
-async def stream_response(request: Request, events: AsyncGenerator[bytes, None]) -> Response:
+async def stream_response(request: Request, events: AsyncGenerator[bytes, None], *, done: bytes = DONE) -> Response:
     """Build the response that streams `events`, started once the first event is available; earlier errors are raised.
 
-    `events` owns its generation and closes it when it ends or is closed.
+    `events` owns its generation and closes it when it ends or is closed. `done` is the last event.
     """
-    return EventStream(await until_disconnect(request, first_event(events)), events)
+    return EventStream(await until_disconnect(request, first_event(events)), events, done=done)
 
 
 class EventStream(Response):
@@ -282,9 +277,11 @@ class EventStream(Response):
         self._first = first
         self._events = events
         self._done = done
+        self._path = ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI: send the events, watching for the client's disconnect."""
+        self._path = scope["path"]
         pump = asyncio.create_task(self._pump(send))
         gone = asyncio.create_task(_disconnected(receive))
         try:
@@ -295,20 +292,26 @@ class EventStream(Response):
             await asyncio.gather(pump, gone, return_exceptions=True)
             await self._events.aclose()
 
+    def _failed(self, error: PdserveError) -> bytes:
+        """Return the events that end the stream after `error`."""
+        last = b"" if self._path in ANTHROPIC_PATHS else self._done
+        return error_event(self._path, HttpRefusal.of(error).body, current_request_id()) + last
+
     async def _pump(self, send: Send) -> None:
         async def body(data: bytes, *, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await body(self._first)
+        last = self._done
         try:
             async for data in self._events:
                 await body(data)
         except PdserveError as error:
-            await body(error_event(error))
+            last = self._failed(error)
         except OSError:
             return  # the client has disconnected
         except Exception:
             log.exception("a stream failed")
-            await body(error_event(PdserveError("internal error")))
-        await body(self._done, more=False)
+            last = self._failed(PdserveError("internal error"))
+        await body(last, more=False)

@@ -1,6 +1,7 @@
 """The ASGI middlewares of a server, in the order in which a request passes them. `app` installs them.
 
-    RequestIdMiddleware ─> HttpMetricsMiddleware ─> AccessMiddleware ─> DrainGateMiddleware ─> CallMiddleware
+    RequestIdMiddleware ─> HttpMetricsMiddleware ─> ErrorFormMiddleware ─> AccessMiddleware
+        ─> DrainGateMiddleware ─> CallMiddleware
 
 `RequestIdMiddleware` sets the request id for log lines: the `X-Request-Id` header, which a router sends to both servers
 of a pair, or a new id. `AccessMiddleware` applies `http.access.AccessRules` and proofs of the control token
@@ -37,7 +38,7 @@ from fastapi.responses import Response
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pdserve.base.log import request_context
+from pdserve.base.log import current_request_id, request_context
 from pdserve.base.proof import PROOF_HEADER
 from pdserve.base.stream_state import NO_ROLE, ROLE_HEADER
 from pdserve.config.access_group import AccessConfig, ProofRule
@@ -58,6 +59,8 @@ from pdserve.http.access import (
     client_address,
     framing_refusal,
 )
+from pdserve.http.credentials import authorization_of
+from pdserve.http.error_forms import ANTHROPIC_PATHS, ANTHROPIC_REQUEST_ID, converted_error
 from pdserve.http.errors import HttpRefusal
 from pdserve.http.session_proof import CHALLENGE_PATH
 from pdserve.observe.http_calls import CLIENT_GONE, HttpMetrics, log_access, routing_key_of
@@ -118,7 +121,7 @@ class AccessMiddleware:
         if digest is not None:
             receive = signed(receive, digest)
         scope[BODIES] = self._rules.bodies
-        authorization, forwarded_for = headers.get("authorization"), headers.getlist("x-forwarded-for")
+        authorization, forwarded_for = authorization_of(headers), headers.getlist("x-forwarded-for")
         peer = None if scope["client"] is None else scope["client"][0]
         scope[CLIENT_OF_SCOPE] = client = self._rules.client(authorization, peer, forwarded_for)
         hold = self._rules.bodies.open()
@@ -155,7 +158,7 @@ class AccessMiddleware:
                 return proof_refusal(error), None
         if scope["path"] in OPEN:
             return None, None
-        authorization = headers.get("authorization")
+        authorization = authorization_of(headers)
         if self._proof.rule is ProofRule.OPTIONAL:
             return self._rules.key_refusal(authorization, command=command), None
         if self._proof.rule is ProofRule.UNLESS_KEY and self._rules.keys.find(authorization) is not None:
@@ -368,6 +371,44 @@ class DrainGateMiddleware:
             await self._app(scope, receive, send)
         finally:
             self._drain_gate.leave()
+
+
+class ErrorFormMiddleware:
+    """ASGI middleware: converts the errors of all inner layers on the paths of Anthropic's API to its form.
+
+    It also adds the request id to the headers of all responses there.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http" or scope["path"] not in ANTHROPIC_PATHS:
+            await self._app(scope, receive, send)
+            return
+        request_id = current_request_id() or ""
+        failed: Message | None = None
+        parts: list[bytes] = []
+
+        async def converted(message: Message) -> None:
+            nonlocal failed
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[ANTHROPIC_REQUEST_ID] = request_id
+                if message["status"] >= 400:
+                    failed = message
+                    return
+            elif failed is not None:
+                parts.append(message.get("body", b""))
+                if message.get("more_body", False):
+                    return
+                body = converted_error(scope["path"], b"".join(parts), request_id)
+                MutableHeaders(scope=failed)["content-length"] = str(len(body))
+                await send(failed)
+                message = {"type": "http.response.body", "body": body}
+            await send(message)
+
+        await self._app(scope, receive, converted)
 
 
 class HttpMetricsMiddleware:

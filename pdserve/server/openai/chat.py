@@ -197,11 +197,12 @@ _RESERVED_TEMPLATE_NAMES = {
 
 
 async def prepare_chat(
-    context: ServerContext, body: ChatBody, field: str = "messages"
+    context: ServerContext, body: ChatBody, field: str = "messages", *, default_tokens: int = MAX_CHAT_TOKENS
 ) -> tuple[list[RequestState], ReadPlan]:
     """Validate `body` and prepare its sequences and the parser of their outputs. An invalid request allocates nothing.
 
-    `field`: name of the messages in the client's body.
+    `field`: name of the messages in the client's body. `default_tokens`: maximum output tokens of a body without a
+    limit, less where the context has less room.
 
     Raises:
         RequestError: the body is invalid; the error names the field.
@@ -226,7 +227,7 @@ async def prepare_chat(
     check_token_ids(input_ids, limits.vocab_size, field)
     plan = _read_plan(context, body, tools, prompt)
     grammar = await context.take_grammar(_constraint(context, body, tools, plan), body.stop_regex)
-    sampling = openai_sampling(body, MAX_CHAT_TOKENS, len(input_ids), limits, field, grammar)
+    sampling = openai_sampling(body, default_tokens, len(input_ids), limits, field, grammar)
     if plan.special_tokens:
         sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
     prompt_requests = [prompt_request(input_ids, sampling, logprobs)]
@@ -350,7 +351,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {"modalities": (["text"],), "verbosity":
 class ChatCall(OpenAICall):
     """A chat completion."""
 
-    id_prefix = "chatcmpl"
+    id_prefix = "chatcmpl-"
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 

@@ -1,4 +1,4 @@
-"""Base class of chat and text completions: choices, usage, and the response to prepared requests, whole or streamed."""
+"""Base classes of the endpoints that generate: the response to prepared requests, whole or streamed, with its usage."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import msgspec
 from fastapi import Request
 from fastapi.responses import Response
 
+from pdserve.base.stream_state import DONE
 from pdserve.errors import RequestError
 from pdserve.observe.speculation import request_fields
 from pdserve.protocol.cached_tokens import CachedTokensDetails
@@ -77,16 +78,12 @@ def check_prompt_token_ids(body: OpenAIBody) -> None:
         raise RequestError(f"{field} cannot be streamed; use stream: false", field=field)
 
 
-class OpenAICall(abc.ABC):
-    """One call of an OpenAI endpoint; subclasses format the choices. Event loop only."""
+class GenerationCall(abc.ABC):
+    """One call of an endpoint that generates; subclasses format the answer. Event loop only."""
 
     id_prefix: str
-    object_name: str
-    chunk_name: str
-    prompt_logprobs_of_body = True
-    """Whether the prompt's log probabilities are a field of the response, not of its choices."""
-    finish_with_tokens = False
-    """Whether the chunk of the last tokens has the finish reason; else a chunk without tokens follows with it."""
+    stream_end = DONE
+    """The last event of a stream."""
 
     def __init__(self, context: ServerContext, body: OpenAIBody, states: list[RequestState], n: int) -> None:
         """`states[p * n + j]` is output j of prompt p."""
@@ -98,13 +95,111 @@ class OpenAICall(abc.ABC):
         self._num_prompt_tokens = num_prompt_tokens(states, n)
         self.prompt_parts: dict[int, list[PromptLogprobs]] = {}
         self._head = {
-            "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
+            "id": f"{self.id_prefix}{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": body.model or context.model_name,
             "system_fingerprint": context.fingerprint,
             **({} if body.pdserve_resume is None else body.pdserve_resume.head.fields),
             **({} if context.restored is None else context.restored.head()),
         }
+
+    @abc.abstractmethod
+    def whole(self, updates: list[GenerationUpdate]) -> dict[str, Any]:
+        """Build the answer that is not streamed. `updates` has one complete update per sequence."""
+
+    @abc.abstractmethod
+    def opening_events(self, update: GenerationUpdate, seen: dict[int, GenerationUpdate]) -> list[bytes]:
+        """Build the events of a sequence before its first output. `update` is its first update.
+
+        `seen`: the output of each sequence so far, without its text.
+        """
+
+    @abc.abstractmethod
+    def events(self, update: GenerationUpdate, seen: dict[int, GenerationUpdate]) -> Iterator[bytes]:
+        """Build the events of `update`, which `seen` includes; the last ones of all sequences end the stream."""
+
+    @abc.abstractmethod
+    def replay(self, update: GenerationUpdate) -> None:
+        """Restore the state of a resumed stream: another server has sent `update` of its one sequence."""
+
+    async def answer(self, request: Request) -> Response:
+        """Submit, and return the response, whole or streamed.
+
+        A prefill server never streams, because its part ends with the first token.
+        """
+        stream = bool(self.body.stream) and self.context.mode != "prefill"
+        generation = await self.context.client.submit(self.states)
+        with generation.closed_on_error():
+            if stream:
+                events = self._events(request, generation)
+                return await stream_response(request, events, done=self.stream_end)
+            before = None if self._resume is None else self._before(generation)
+            updates = await until_disconnect(request, collect(generation, len(self.states), before))
+            for update in updates:
+                self.prompt_parts[update.index] = update.prompt_parts
+            if sum(part.num_tokens for update in updates for part in update.prompt_parts) > LARGE:
+                return json_response(await asyncio.to_thread(self.whole, updates))
+            return json_response(self.whole(updates))
+
+    async def _events(self, request: Request, generation: Generation) -> AsyncGenerator[bytes, None]:
+        seen = self._seen_elsewhere(generation)
+        earlier = None if self._resume is None or not self._resume.token_ids else self._resume.update("")
+        states = StreamStates(request, self._head, num_sequences=len(self.states))
+        self.states[0].has_resume_state = states.wanted
+        async with generation:
+            async for update in generation:
+                self.prompt_parts.setdefault(update.index, []).extend(update.prompt_parts)
+                if update.prompt_parts and not update.token_ids and update.finish is None:
+                    continue  # more parts of the prompt's log probabilities follow
+                if update.index not in seen:
+                    seen[update.index] = GenerationUpdate(update.index)
+                    for data in states.with_state(None, self.opening_events(update, seen)):
+                        yield data
+                if earlier is not None:
+                    update.take_cached(earlier)
+                _count(seen[update.index], update)
+                for data in states.with_state(update, list(self.events(update, seen))):
+                    yield data
+
+    def _seen_elsewhere(self, generation: Generation) -> dict[int, GenerationUpdate]:
+        """The output of a resumed stream that another server has sent, by sequence; empty for a new stream."""
+        if self._resume is None:
+            return {}
+        before = self._before(generation)
+        self.prompt_parts[0] = list(before.prompt_parts)
+        self.replay(before)
+        return {0: before}
+
+    def _before(self, generation: Generation) -> GenerationUpdate:
+        """The output of a resumed or restored request so far."""
+        text, restored = generation.prior_text.get(0, ""), self.context.restored
+        if restored is not None:
+            return restored.before(text)
+        assert self._resume is not None
+        return self._resume.update(text)
+
+    def keep_origin(self, path: str, body: dict[str, Any]) -> Self:
+        """Remember the call for a snapshot of its request: the client's `body` at `path`. Returns self."""
+        if len(self.states) == 1:
+            self.states[0].origin = RequestOrigin(path, body, self._head)
+        return self
+
+    @property
+    def _resume(self) -> Resume | None:
+        """The output before this try; None: there is none."""
+        restored = self.context.restored
+        return self.body.pdserve_resume if restored is None else restored.resume
+
+
+class OpenAICall(GenerationCall):
+    """One call of chat or text completions; subclasses format the choices. Event loop only."""
+
+    object_name: str
+    chunk_name: str
+    prompt_logprobs_of_body = True
+    """Whether the prompt's log probabilities are a field of the response, not of its choices."""
+    finish_with_tokens = False
+    """Whether the chunk of the last tokens has the finish reason; else a chunk without tokens follows with it."""
 
     @abc.abstractmethod
     def choice(self, update: GenerationUpdate) -> dict[str, Any]:
@@ -134,24 +229,6 @@ class OpenAICall(abc.ABC):
         """Restore the state of a resumed stream: another server has sent `update` of its one sequence."""
         self.delta(update)
 
-    async def answer(self, request: Request) -> Response:
-        """Submit, and return the response, whole or streamed.
-
-        A prefill server never streams, because its part ends with the first token.
-        """
-        stream = bool(self.body.stream) and self.context.mode != "prefill"
-        generation = await self.context.client.submit(self.states)
-        with generation.closed_on_error():
-            if stream:
-                return await stream_response(request, self._events(request, generation))
-            before = None if self._resume is None else self._before(generation)
-            updates = await until_disconnect(request, collect(generation, len(self.states), before))
-            for update in updates:
-                self.prompt_parts[update.index] = update.prompt_parts
-            if sum(part.num_tokens for update in updates for part in update.prompt_parts) > LARGE:
-                return json_response(await asyncio.to_thread(self._whole, updates))
-            return json_response(self._whole(updates))
-
     def chosen(self, updates: list[GenerationUpdate]) -> list[GenerationUpdate]:
         """Select the sequences that become choices, in order."""
         return updates
@@ -163,7 +240,8 @@ class OpenAICall(abc.ABC):
         tokens = prompt_tokens(self.states[index].request, self.prompt_parts.get(index, []))
         return {"prompt_logprobs": vllm_prompt_logprobs(self.context.tokenizer, tokens, self.body.prompt_logprobs)}
 
-    def _whole(self, updates: list[GenerationUpdate]) -> dict[str, Any]:
+    def whole(self, updates: list[GenerationUpdate]) -> dict[str, Any]:
+        """See `GenerationCall`."""
         choices = [
             {"index": i, **self.choice(u), **self.finish_fields(u.index, u.finish), **self._prompt_token_ids(u.index)}
             for i, u in enumerate(self.chosen(updates))
@@ -192,53 +270,13 @@ class OpenAICall(abc.ABC):
             **({"completion_tokens_details": details} if details else {}),
         }
 
-    async def _events(self, request: Request, generation: Generation) -> AsyncGenerator[bytes, None]:
-        seen = self._seen_elsewhere(generation)
-        earlier = None if self._resume is None or not self._resume.token_ids else self._resume.update("")
-        states = StreamStates(request, self._head, num_sequences=len(self.states))
-        self.states[0].has_resume_state = states.wanted
-        async with generation:
-            async for update in generation:
-                self.prompt_parts.setdefault(update.index, []).extend(update.prompt_parts)
-                if update.prompt_parts and not update.token_ids and update.finish is None:
-                    continue  # more parts of the prompt's log probabilities follow
-                if update.index not in seen:
-                    seen[update.index] = GenerationUpdate(update.index)
-                    opening = self.opening(update.index)
-                    if opening is not None:
-                        for data in states.with_state(None, [self._chunk(update.index, opening, self._running(seen))]):
-                            yield data
-                if earlier is not None:
-                    update.take_cached(earlier)
-                _count(seen[update.index], update)
-                for data in states.with_state(update, list(self._chunks(update, seen))):
-                    yield data
+    def opening_events(self, update: GenerationUpdate, seen: dict[int, GenerationUpdate]) -> list[bytes]:
+        """See `GenerationCall`."""
+        opening = self.opening(update.index)
+        return [] if opening is None else [self._chunk(update.index, opening, self._running(seen))]
 
-    def _seen_elsewhere(self, generation: Generation) -> dict[int, GenerationUpdate]:
-        """The output of a resumed stream that another server has sent, by sequence; empty for a new stream."""
-        if self._resume is None:
-            return {}
-        before = self._before(generation)
-        self.prompt_parts[0] = list(before.prompt_parts)
-        self.replay(before)
-        return {0: before}
-
-    def _before(self, generation: Generation) -> GenerationUpdate:
-        """The output of a resumed or restored request so far."""
-        text, restored = generation.prior_text.get(0, ""), self.context.restored
-        if restored is not None:
-            return restored.before(text)
-        assert self._resume is not None
-        return self._resume.update(text)
-
-    def keep_origin(self, path: str, body: dict[str, Any]) -> Self:
-        """Remember the call for a snapshot of its request: the client's `body` at `path`. Returns self."""
-        if len(self.states) == 1:
-            self.states[0].origin = RequestOrigin(path, body, self._head)
-        return self
-
-    def _chunks(self, update: GenerationUpdate, seen: dict[int, GenerationUpdate]) -> Iterator[bytes]:
-        """Build the events of `update`. The last one of all sequences is followed by the usage chunk, if requested."""
+    def events(self, update: GenerationUpdate, seen: dict[int, GenerationUpdate]) -> Iterator[bytes]:
+        """See `GenerationCall`. The last one of all sequences is followed by the usage chunk, if requested."""
         chunk_fields = self.chunk_fields(update)
         ends_here = update.finish is not None and self.finish_with_tokens
         if chunk_fields is not None and not ends_here:
@@ -287,12 +325,6 @@ class OpenAICall(abc.ABC):
         total = functools.reduce(CachedTokensDetails.plus, parts)
         backend = self.context.config.storage.hicache_storage_backend
         return {"sglext": {"cached_tokens_details": total.shown(backend)}}
-
-    @property
-    def _resume(self) -> Resume | None:
-        """The output before this try; None: there is none."""
-        restored = self.context.restored
-        return self.body.pdserve_resume if restored is None else restored.resume
 
     @property
     def _wants_usage(self) -> bool:

@@ -43,7 +43,7 @@ from pdserve.server.request.schemas import UNSUPPORTED_COMPLETION, CompletionBod
 class CompletionCall(OpenAICall):
     """A text completion. The choices of each prompt are its `num_choices` best sequences."""
 
-    id_prefix = "cmpl"
+    id_prefix = "cmpl-"
     object_name = "text_completion"
     chunk_name = "text_completion"
     prompt_logprobs_of_body = False

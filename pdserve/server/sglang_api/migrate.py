@@ -33,6 +33,7 @@ from pdserve.server.engine_client.migration import IncomingRequest
 from pdserve.server.http.json_http import convert, event, json_response, read_json_object, stream_response
 from pdserve.server.migration_client import FAILED, NO_CACHE, MigrateStreamBody, MigrationClient, TakeInBody, base_url
 from pdserve.server.request.intake import check_token_ids
+from pdserve.server.request.restored import identity_of
 from pdserve.server.request.schemas import MigrateBody, ReplicateBody
 from pdserve.server.sglang_api.commands import COMMAND_TIMEOUT_S
 
@@ -115,7 +116,9 @@ class Migrations:
         if context.mode != "decode":
             message = f"this is a {context.mode} server; requests move between decode servers"
             raise RequestError(message, field="disaggregation_mode", status=409, code="not_migratable")
-        if spec.room is None or spec.room.sender is None:
+        if spec.taken_over:
+            self._check_recomputed(spec, body)
+        elif spec.room is None or spec.room.sender is None:
             raise RequestError("request.room.sender is missing", field="request.room.sender")
         if not 0 < body.timeout_s <= MAX_TAKE_IN_S:
             raise RequestError(f"timeout_s must be in (0, {MAX_TAKE_IN_S:g}]", field="timeout_s")
@@ -128,6 +131,20 @@ class Migrations:
             raise context.no_such_model(spec.lora, field="lora_path")
         await context.client.take_in(spec, body.timeout_s)
         return json_response({"success": True, "rid": spec.rid})
+
+    def _check_recomputed(self, spec: GenerateRequest, body: TakeInBody) -> None:
+        """Check a request that comes without its KV: no handshake compares the servers.
+
+        Raises:
+            RequestError: 409 naming the field in which the servers differ; 400 for a request that is none.
+        """
+        if spec.room is not None or not spec.local:
+            raise RequestError("request.taken_over is for a local request without a room", field="request.taken_over")
+        ours = identity_of(self._context.client.require_ready())
+        for field, theirs, own in (("weights", body.weights, ours.weights), ("dtype", body.dtype, ours.dtype)):
+            if theirs != own:
+                message = f"{field}: this server has {own}, the other one has {theirs}"
+                raise RequestError(message, field=field, status=409, code="not_migratable")
 
     async def migrate_stream(self, request: Request) -> Response:
         """`POST /migrate_stream`: the output of a request that `/migrate_in` took, as events."""
@@ -149,7 +166,7 @@ class Migrations:
         new_rid = f"m{room:x}"
         committed = False
         try:
-            await self._client.take_in(url, msgspec.structs.replace(offer.request, rid=new_rid))
+            await self._take_in(url, msgspec.structs.replace(offer.request, rid=new_rid))
             reply = await client.command(lambda i: EndMigration(query_id=i, rid=rid, commit=True), COMMAND_TIMEOUT_S)
             committed = reply.ok
             if not committed:
@@ -204,13 +221,17 @@ class Migrations:
             return None
         request = msgspec.msgpack.decode(reply.payload, type=MigrationOffer).request
         try:
-            await self._client.take_in(url, msgspec.structs.replace(request, rid=f"p{room:x}"))
+            await self._take_in(url, msgspec.structs.replace(request, rid=f"p{room:x}"))
         except RequestError as error:
             await self._go_on(rid)
             if error.code == NO_CACHE:
                 return None
             raise
         return len(request.input_ids)
+
+    async def _take_in(self, url: URL, request: GenerateRequest) -> None:
+        ours = identity_of(self._context.client.require_ready())
+        await self._client.take_in(url, TakeInBody(request, weights=ours.weights, dtype=ours.dtype))
 
     async def _stop(self, rid: str, room: int) -> bytes:
         """Stop the request; returns the encoded offer. Raises RequestError when it goes on."""

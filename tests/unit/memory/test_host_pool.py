@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from pdserve.engine.build_tier import check_host_memory
+from pdserve.base.parallel import ParallelShape
+from pdserve.config import ServerConfig
+from pdserve.config.groups import ParallelConfig
+from pdserve.engine.build_tier import check_host_memory, layouts_on_host
 from pdserve.errors import ConfigError
 from pdserve.memory.layout import PageSpace
 from pdserve.memory.prefix_cache import token_bytes
@@ -71,6 +76,22 @@ def test_window_pages_and_states_come_with_the_pages_that_need_them() -> None:
     assert not pool.audit() and pool.counts()["host_slots_cached"] == 1
 
 
+def test_what_a_copy_did_not_write_is_not_found() -> None:
+    pool = HostPool(HYBRID, {TOKENS: 8, WINDOW: 4, SLOTS: 2})
+    lease = pool.reserve(PROMPT, 4, "copy", range(2, 4), state=True)
+    assert lease is not None
+    pool.drop_unread(lease, [3], state=True)
+    pool.store(lease, PROMPT)
+    lease.drop("tier")
+    assert pool.match_pages(PROMPT, 16) == 16 and pool.match(PROMPT, 16) == 0 and not pool.audit()
+    counts = pool.counts()
+    assert (counts["host_slots_free"], counts["host_window_pages_cached"], counts["host_window_pages_free"]) == (
+        2,
+        1,
+        3,
+    )
+
+
 def test_a_retracted_request_has_slots_that_no_prompt_finds() -> None:
     pool = HostPool(HYBRID, {TOKENS: 4, WINDOW: 4, SLOTS: 1})
     stored(pool, PROMPT, range(2, 4), state=True)
@@ -84,8 +105,8 @@ def test_a_retracted_request_has_slots_that_no_prompt_finds() -> None:
 def test_bytes_of_a_slot_and_a_flush() -> None:
     pool = HostPool(PLAIN, {TOKENS: 4}, HostMemory(PLAIN, {TOKENS: 4}))
     (first, *_) = stored(pool, PROMPT)
-    pool.page_bytes(first)[:2] = b"ab"
-    assert bytes(pool.page_bytes(first)[:2]) == b"ab" and pool.num_tokens == 16
+    pool.slot_bytes(PageSpace.TOKENS, first)[:2] = b"ab"
+    assert bytes(pool.slot_bytes(PageSpace.TOKENS, first)[:2]) == b"ab" and pool.num_tokens == 16
     locked = pool.lock(PROMPT[:16], "load")
     assert pool.flush() == 3 and locked is not None and pool.match(PROMPT, 16) == 4
 
@@ -94,7 +115,21 @@ def test_bytes_of_a_slot_and_a_flush() -> None:
 def test_a_host_without_the_memory_for_the_slots_refuses_the_flag(by_size: bool, field: str) -> None:
     slots = {TOKENS: 4, WINDOW: 2, SLOTS: 1}
     needed = sum(count * HYBRID.space_bytes(space) for space, count in slots.items())
-    check_host_memory(HYBRID, slots, by_size=by_size, available=needed)
+    check_host_memory([HYBRID], slots, by_size=by_size, available=needed)
     with pytest.raises(ConfigError, match=f"lower --{field.replace('_', '-')}") as refused:
-        check_host_memory(HYBRID, slots, by_size=by_size, available=needed - 1)
+        check_host_memory([HYBRID], slots, by_size=by_size, available=needed - 1)
     assert refused.value.field == field
+
+
+def test_the_ranks_of_a_host_share_its_memory() -> None:
+    layout, slots = hash_layout(4, num_heads=2), {TOKENS: 4}
+    config = ServerConfig(parallel=ParallelConfig(tp_size=2, pp_size=2, nnodes=2, dp_size=1))
+    shape = ParallelShape(tp_size=2, pp_size=2)
+    for rank in range(4):
+        built = SimpleNamespace(device=SimpleNamespace(type="cpu"), coord=shape.coord(rank), layout=layout)
+        found = layouts_on_host(config, built)  # type: ignore[arg-type]
+        assert found == [layout.of_rank(shape.coord(one)) for one in ((0, 1), (2, 3))[rank // 2]]
+    needed = sum(4 * one.space_bytes(TOKENS) for one in found)
+    check_host_memory(found, slots, by_size=True, available=needed)
+    with pytest.raises(ConfigError, match="for 2 ranks of this host"):
+        check_host_memory(found, slots, by_size=True, available=needed - 1)

@@ -12,12 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.base.parallel import SINGLE
 from pdserve.config.storage_options import parse_storage_options
 from pdserve.errors import ConfigError
+from pdserve.memory.layout import PageSpace
 from pdserve.memory.tiers.breaker import FIRST_PAUSE_S, MOST_LIES, StorageBreaker, StorageBreakerState
 from pdserve.memory.tiers.memory_store import MemoryStorage
-from pdserve.memory.tiers.storage import Miss, ObjectId, StorageError, check, object_bytes, seal, shard_name
+from pdserve.memory.tiers.prefix_ends import PageKey, PrefixEnds, token_keys
+from pdserve.memory.tiers.storage import Miss, ObjectId, StorageError, check, object_bytes, rank_parts, seal, shard_name
 from pdserve.memory.tiers.storage_client import MOST_KEYS, StorageClient, Transfer
+from pdserve.memory.tiers.storage_port import JobEnd, LocalStoragePort
 from tests.waiting import wait_until
 
 SIZE = 1000
@@ -269,13 +273,42 @@ def test_pages_go_and_come(client: StorageClient) -> None:
     assert client.facts()["pages_written"] == client.facts()["pages_read"] == count
 
 
+def test_a_look_up_finds_the_last_end_whose_state_is_stored(client: StorageClient) -> None:
+    """The parts of a page are objects of their own, and the search runs on the client's thread."""
+    slots = {space: bytearray(SIZE) for space in PageSpace}
+    port = LocalStoragePort(client, rank_parts(SINGLE), lambda space, slot: memoryview(slots[space]))
+    root, digests = bytes(32), [bytes([number]) * 32 for number in range(1, 6)]
+    slots[PageSpace.SLOTS][:] = page(7)
+    state = PageKey(digests[2], PageSpace.SLOTS)
+    ends = PrefixEnds(digests, 0, 0, 1, None)
+
+    def end_of(job: int) -> int:
+        found: list[JobEnd] = []
+        wait_until(lambda: found.extend(port.poll()) or found, "the job has ended")
+        assert [one.number for one in found] == [job]
+        return found[0].num_pages
+
+    assert end_of(port.put(root, token_keys(digests), [0] * 5)) == 5
+    assert end_of(port.look_up(root, token_keys(digests))) == 5
+    assert end_of(port.look_up(root, token_keys(digests), ends)) == 0, "token pages alone"
+    assert end_of(port.put(root, [state], [0])) == 1
+    slots[PageSpace.SLOTS][:] = bytes(SIZE)
+    assert end_of(port.look_up(root, token_keys(digests), ends)) == 3
+    assert end_of(port.get(root, [state], [0])) == 1 and bytes(slots[PageSpace.SLOTS]) == page(7)
+    assert end_of(port.get(root, [PageKey(digests[3], PageSpace.SLOTS)], [0])) == 0
+
+
 def test_damaged_object_is_a_miss(client: StorageClient, store: BadStore) -> None:
-    """A damaged page ends the read; its bytes are not copied."""
+    """A damaged page ends the read; its bytes are not copied. The next put replaces it."""
     put(client, 3)
     store.damage = 1
     job, buffers = fetch(client, 3)
     assert job.num_done == 0 and not any(map(any, buffers))
     assert client.counts.misses == {Miss.CHECKSUM: 1}
+    store.damage = 0
+    assert store.exists([page_ids(1)[0].key]) == 0
+    put(client, 3)
+    assert fetch(client, 3)[0].num_done == 3
 
 
 def test_lying_store_is_left_alone(client: StorageClient, store: BadStore) -> None:

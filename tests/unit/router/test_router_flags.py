@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.base.hosts import server_url
 from pdserve.errors import ConfigError
 from pdserve.launch_router import config_from, make_parser
 from pdserve.router.config.config import (
@@ -13,7 +14,6 @@ from pdserve.router.config.config import (
     RouterConfig,
     WorkerRole,
     WorkerSpec,
-    parse_worker_url,
     prefill_spec,
 )
 from pdserve.router.config.flags import UNSUPPORTED
@@ -38,7 +38,7 @@ def test_bad_prefill_values_are_refused(values: list[str]) -> None:
 @pytest.mark.parametrize("text", ["", "h:1", "ftp://h", "http://", "http://h:x", "http://h:1/v1", "http://h:99999"])
 def test_what_is_no_base_url_is_refused_by_flag_name(text: str) -> None:
     with pytest.raises(ConfigError, match="decode"):
-        parse_worker_url(text, field="decode")
+        server_url(text, field="decode")
 
 
 @pytest.mark.parametrize(

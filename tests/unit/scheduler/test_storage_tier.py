@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 
+from pdserve.base.parallel import SINGLE
 from pdserve.config.storage_options import StorageOptions
 from pdserve.config.tier_group import PrefetchPolicy
 from pdserve.memory.kv_memory import KVMemory, PageTable
@@ -17,6 +18,8 @@ from pdserve.memory.page_keys import KeyNamespace
 from pdserve.memory.tiers.host_memory import HostMemory
 from pdserve.memory.tiers.host_pool import HostPool
 from pdserve.memory.tiers.memory_store import MemoryStorage
+from pdserve.memory.tiers.prefix_ends import PageKey, PrefixEnds
+from pdserve.memory.tiers.storage import rank_parts
 from pdserve.memory.tiers.storage_client import StorageClient
 from pdserve.memory.tiers.storage_port import JobEnd, LocalStoragePort, StoragePort
 from pdserve.protocol.messages import GenerateRequest
@@ -90,7 +93,7 @@ class Server:
         self.memory = KVMemory(LAYOUT, 32, PageTable(4, 32), num_aux=0, prefix_cache=True)
         namespace = KeyNamespace(weights, False, LAYOUT.fingerprint(), "uint64", LAYOUT.page_tokens)
         self.tier = StorageTier(
-            wrap(LocalStoragePort(self.client, "tokens-t0of1-p0of1", self.host.page_bytes)),
+            wrap(LocalStoragePort(self.client, rank_parts(SINGLE), self.host.slot_bytes)),
             self.host,
             self.memory,
             namespace,
@@ -119,7 +122,7 @@ class Server:
         lease = self.host.reserve(tokens, num_pages, "save")
         assert lease is not None
         for number in range(lease.num_prefix_pages, num_pages):
-            self.host.page_bytes(lease.pages[number])[:] = bytes([number + 1]) * LAYOUT.page_bytes
+            self.host.slot_bytes(PageSpace.TOKENS, lease.pages[number])[:] = bytes([number + 1]) * LAYOUT.page_bytes
         self.host.store(lease, tokens)
         lease.drop("tier")
         self.until_idle()
@@ -153,7 +156,7 @@ class Server:
         lease = self.host.lock(tokens[: self.host.match(tokens, 40) * 4], "test")
         if lease is None:
             return []
-        found = [self.host.page_bytes(slot)[0] for slot in lease.pages]
+        found = [self.host.slot_bytes(PageSpace.TOKENS, slot)[0] for slot in lease.pages]
         lease.drop("tier")
         return found
 
@@ -355,7 +358,7 @@ class FixedPort:
         self.num_started = 0
         self.ends: list[JobEnd] = []
 
-    def look_up(self, root: bytes, digests: Sequence[bytes]) -> int:
+    def look_up(self, root: bytes, keys: Sequence[PageKey], ends: PrefixEnds | None = None) -> int:
         """See `StoragePort`."""
         self.num_started += 1
         return self.num_started

@@ -45,12 +45,12 @@ class DirectClient:
 
     other: Bench | None = None
 
-    def __init__(self, token: str, key: str | None) -> None:
+    def __init__(self, token: str, key: str | None, ca_certs: str | None) -> None:
         pass
 
-    async def take_in(self, url: URL, request: GenerateRequest) -> None:
+    async def take_in(self, url: URL, taken: TakeInBody) -> None:
         assert self.other is not None
-        answer = await self.other.http.post("/migrate_in", content=msgspec.json.encode(TakeInBody(request)))
+        answer = await self.other.http.post("/migrate_in", content=msgspec.json.encode(taken))
         if answer.status_code != 200:
             raise _refusal(url, answer.status_code, answer.content)
 
@@ -66,11 +66,17 @@ class DirectClient:
         pass
 
 
-def moves(request: GenerateRequest, *, commits: bool = True, prefixes: bool = False) -> Any:
-    """What S's scheduler replies: the request is stopped behind its third token."""
+def moves(request: GenerateRequest, *, commits: bool = True, prefixes: bool = False, retracted: bool = False) -> Any:
+    """What S's scheduler replies: the request is stopped behind its third token, or was `retracted` there."""
 
     def reply(command: MigrationCommand) -> CommandReply:
         match command:
+            case MigrateOut() if retracted:
+                value = msgspec.structs.replace(
+                    request, prior_output_ids=ALL[:3], room=None, local=True, taken_over=True
+                )
+                payload = msgspec.msgpack.encode(MigrationOffer(request=value, num_output_tokens=3))
+                return CommandReply(query_id=command.query_id, ok=True, message="ok", payload=payload)
             case MigrateOut():
                 sender = SenderAddress(instance="i", endpoint="h:1")
                 room = RoomAddress(host="migration", port=None, room=command.room, sender=sender)
@@ -205,6 +211,31 @@ async def test_a_refusal_names_the_field_and_the_request_goes_on(
         assert not len(target.client.incoming)
         source.scheduler.finish(source.scheduler.requests[0])
         assert results((await stream).content)[-1]["output_ids"] == [*ALL[:3], 0]
+
+
+async def test_a_retracted_request_is_computed_again(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No output of the other server is left out, and it compares the weights: no handshake does."""
+    async with two(tokenizer, monkeypatch) as (source, target):
+        stream = await begin(source)
+        source.scheduler.on_migration = moves(source.scheduler.requests[0], retracted=True)
+        answer = await source.http.post("/migrate", json={"rid": "x", "to": TO})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["num_tokens"] == 3 and target.scheduler.requests[0].prior_output_ids == ALL[:3]
+        assert results((await stream).content)[-1]["output_ids"][: len(ALL)] == ALL
+        value = msgspec.structs.replace(target.scheduler.requests[0], rid="y")
+        for request, weights, status, param in (
+            (value, "others", 409, "weights"),
+            (msgspec.structs.replace(value, local=False), "", 400, "request.taken_over"),
+        ):
+            body = msgspec.json.encode(TakeInBody(request, weights=weights))
+            answer = await target.http.post("/migrate_in", content=body)
+            assert (answer.status_code, answer.json()["param"]) == (status, param), answer.text
+
+
+def test_other_weights_of_an_adapter_are_a_refusal() -> None:
+    body = {"error": {"code": "lora_mismatch", "message": "different LoRA adapters", "param": None}}
+    error = _refusal(URL(TO), 500, orjson.dumps(body))
+    assert (error.status, error.code, error.field) == (409, "migration_refused", "lora_path")
 
 
 async def test_without_a_commit_the_other_copy_ends(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,18 @@ GOOD: dict[str, list[dict[str, Any]]] = {
         for form in ({"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "s", "schema": {}}})
     ],
     "/v1/responses": [{"input": "hi"}, {"input": [{"role": "user", "content": "hi"}]}],
+    "/v1/messages": [
+        {
+            "messages": MESSAGES,
+            "max_tokens": 3,
+            "system": system,
+            "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+            "tool_choice": {"type": "auto"},
+            "thinking": {"type": "enabled", "budget_tokens": 1024},
+        }
+        for system in ("a", [{"type": "text", "text": "a"}])
+    ],
+    "/v1/messages/count_tokens": [{"messages": MESSAGES}],
     "/tokenize": [{"prompt": "a"}, {"prompt": ["a", "b"]}, {"messages": MESSAGES}],
     "/detokenize": [{"tokens": [5]}, {"tokens": [[5], [6, 7]]}],
     "/parse_function_call": [

@@ -33,7 +33,15 @@ CLOSED = (
     ("POST", "/health_pair"),
 )  # fmt: skip
 PROBES = {"/health_pair"}
-PURE = {"/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize", "/parse_function_call", "/separate_reasoning"}
+PURE = {
+    "/v1/messages/count_tokens",
+    "/tokenize",
+    "/v1/tokenize",
+    "/detokenize",
+    "/v1/detokenize",
+    "/parse_function_call",
+    "/separate_reasoning",
+}
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -52,7 +60,7 @@ async def test_without_a_key_only_probes_are_answered(tokenizer: Tokenizer) -> N
         for path in sorted(PUBLIC):
             assert (await b.http.get(path)).status_code == 200
         for method, path in CLOSED:
-            for headers in ({}, bearer("wrong"), {"Authorization": KEY}, {"X-Api-Key": KEY}):
+            for headers in ({}, bearer("wrong"), {"Authorization": KEY}, {"X-Api-Key": "wrong"}):
                 answer = await b.http.request(method, path, headers=headers)
                 assert answer.status_code == 401
                 assert answer.headers["WWW-Authenticate"] == "Bearer"

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from pdserve.base.stream_state import DONE, EVENT_END, MARK, RESUME_FIELD, STATE_HEADER, split_event
+from pdserve.base.stream_state import EVENT_END, MARK, RESUME_FIELD, STATE_HEADER, split_event
 from pdserve.protocol.cached_tokens import CachedTokensDetails
 from pdserve.protocol.failure import Failure
-from pdserve.router.proxy.stream_retry import StreamProgress
+from pdserve.router.proxy.stream_retry import StreamProgress, stream_form
 from pdserve.router.workers.outcome import WORKER_FAILED
 from pdserve.server.engine_client import client as engine_client
 from pdserve.server.generation import Generation, GenerationUpdate
@@ -40,6 +40,15 @@ CALLS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "messages": ASK,
             "tools": [WEATHER, NOW],
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        },
+    ),
+    "messages": (
+        "/v1/messages",
+        ANSWER,
+        {
+            "messages": ASK,
+            "max_tokens": 400,
+            "tools": [{"name": name, "input_schema": {"type": "object"}} for name in ("get_weather", "now")],
         },
     ),
     "late thoughts": ("/v1/chat/completions", ANSWER, {"messages": ASK, "stream_reasoning": False, "logprobs": True}),
@@ -121,17 +130,20 @@ async def go_on(b: Bench, path: str, body: dict[str, Any], whole: list[bytes], c
     async def again(resumed: dict[str, Any], error: Exception) -> None:
         bodies.append(resumed)
 
-    stream = StreamProgress(body, 1, again)
+    form = stream_form(path)
+    stream = StreamProgress(body, 1, again, form=form)
     passed = [stream.feed(event + EVENT_END) for event in whole[:cut]]
     if stream.ending is not None:
         passed.append(stream.ending)
     else:
         assert await stream.go_on(Failure(code=WORKER_FAILED, message="gone")) is None
         passed += [event + EVENT_END for event in map(client_part, await told(b, path, bodies[0]))]
-        (resume,) = [one[RESUME_FIELD] for one in bodies]
+        (resumed,) = bodies
+        resume = resumed.get(RESUME_FIELD, {"token_ids": []})
+        assert RESUME_FIELD in resumed or not any(passed[:cut])
         assert b.scheduler.requests[-1].prior_output_ids == resume["token_ids"]
     together = [event for event in b"".join(passed).split(EVENT_END) if event]
-    assert together[-1] + EVENT_END == DONE and together.count(together[-1]) == 1
+    assert together[-1] + EVENT_END == form.last and together.count(together[-1]) == 1
     expected, found = client_view(path, shown(whole)), client_view(path, shown(together))
     assert found == expected, f"cut behind {cut} of {len(whole)} events"
 
@@ -150,12 +162,30 @@ def client_part(event: bytes) -> bytes:
 
 
 def shown(events: list[bytes]) -> list[Any]:
-    parts = [client_part(event).removeprefix(b"data: ") for event in events]
+    parts = [client_part(event).partition(b"data: ")[2] for event in events]
     return [steady(json.loads(part)) for part in parts if part != b"[DONE]"]
 
 
 def parsed(answer: Any) -> list[Any]:
     return shown([event for event in answer.content.split(EVENT_END) if event])
+
+
+def message_view(events: list[dict[str, Any]]) -> Any:
+    """What a client makes of a stream of Anthropic's API."""
+    blocks: list[dict[str, Any]] = []
+    others = []
+    for event in events:
+        if event["type"] == "content_block_start":
+            assert event["index"] == len(blocks)
+            blocks.append({"type": event["content_block"]["type"], "name": event["content_block"].get("name")})
+        elif event["type"] == "content_block_delta":
+            delta, block = event["delta"], blocks[event["index"]]
+            name = delta["type"]
+            block[name] = block.get(name, "") + next(text for field, text in delta.items() if field != "type")
+        else:
+            others.append(event)
+    others[0]["message"].pop("id")
+    return blocks, others
 
 
 def steady(event: dict[str, Any]) -> dict[str, Any]:
@@ -175,6 +205,8 @@ def client_view(path: str, events: list[dict[str, Any]]) -> Any:
     """What a client makes of a stream, however the text was cut into events."""
     if path == "/generate":
         return events[-1]
+    if path == "/v1/messages":
+        return message_view(events)
     fields: dict[str, Any] = {"text": "", "content": "", "reasoning": "", "roles": 0, "calls": {}, "logprobs": []}
     for event in events:
         for choice in event["choices"]:

@@ -1,0 +1,129 @@
+"""Anthropic's API at the router: keys, errors in its form, keys of conversations, and streams that go on elsewhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from aiohttp import web
+from multidict import CIMultiDict
+
+from pdserve.base.stream_state import MESSAGE_STOP, RESUME_FIELD, STATE_HEADER, EventState
+from pdserve.http.access import COUNT_TOKENS_PATH, MESSAGES_PATH
+from pdserve.router.config.config import RetryConfig, RouterAccessConfig
+from pdserve.router.policies.routing_keys import ConversationKey, conversation_key, prompt_of
+from pdserve.router.proxy.stream_retry import can_go_on
+from tests.unit.router.answers import begin_stream
+from tests.unit.router.conftest import answer_ok
+
+RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
+HI = [{"role": "user", "content": "hi"}]
+BODY: dict[str, Any] = {"messages": HI, "max_tokens": 3}
+STREAM = {**BODY, "stream": True}
+RETRY = RetryConfig(max_tries=2, first_backoff_s=0.0, stream_retries=1)
+
+
+def delta(number: int) -> bytes:
+    data = {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": str(number)}}
+    return b"event: content_block_delta\ndata: " + json.dumps(data).encode() + b"\n\n"
+
+
+def writer(first: int, end: int, code: str | None = None) -> Any:
+    """A decode worker that writes some events, and then breaks off, or ends with an error of this code, or well."""
+
+    async def answer(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = await begin_stream(request)
+        told = STATE_HEADER in request.headers
+        for number in range(first, end):
+            state = EventState([number], {"id": "msg_1"} if number == 0 else None)
+            await response.write((state.line() if told else b"") + delta(number))
+        if code == "cut":
+            assert request.transport is not None
+            request.transport.abort()
+        elif code is None:
+            await response.write((EventState(tail="").line() if told else b"") + MESSAGE_STOP)
+        else:
+            error = {"type": "error", "error": {"type": "overloaded_error", "message": "no", "code": code}, "code": 503}
+            await response.write(b"event: error\ndata: " + json.dumps(error).encode() + b"\n\n")
+        await response.write_eof()
+        return response
+
+    return answer
+
+
+@pytest.mark.parametrize("code", ["cut", "engine_dead"])
+def test_a_stream_goes_on_at_another_pair(run_world: RunWorld, code: str) -> None:
+    async def scenario(world: Any) -> None:
+        prefill = await world.worker("p")
+        decodes = [await world.worker(name, writer(0, 2, code), writer(2, 4)) for name in ("d", "d2")]
+        decodes[1].answers = [writer(2, 4)]
+        async with world.router([prefill], decodes, retry=RETRY, policy="round_robin") as url:
+            async with world.session.post(url + MESSAGES_PATH, json=STREAM) as response:
+                raw = await response.read()
+        assert raw == b"".join(map(delta, range(4))) + MESSAGE_STOP
+        assert decodes[1].bodies[0][RESUME_FIELD]["token_ids"] == [0, 1]
+        assert decodes[1].bodies[0]["seed"] == decodes[0].bodies[0]["seed"]
+
+    run_world(scenario)
+
+
+def test_a_broken_stream_ends_with_an_error_event(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        prefill, decode = await world.worker("p"), await world.worker("d", writer(0, 2, "cut"))
+        async with world.router([prefill], [decode]) as url:
+            async with world.session.post(url + MESSAGES_PATH, json=STREAM) as response:
+                raw = await response.read()
+        last = raw.split(b"\n\n")[-2]
+        assert last.startswith(b"event: error\ndata: ")
+        told = json.loads(last.partition(b"data: ")[2])
+        assert (told["type"], told["error"]["code"], told["code"]) == ("error", "worker_failed", 502)
+
+    run_world(scenario)
+
+
+def test_keys_and_errors_in_the_form_of_the_api(run_world: RunWorld) -> None:
+    async def refusing(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        error = {"type": "error", "error": {"type": "not_found_error", "message": "no"}, "code": 404}
+        return web.json_response(error, status=404)
+
+    async def scenario(world: Any) -> None:
+        prefill, decode = await world.worker("p"), await world.worker("d", answer_ok, refusing)
+        access = RouterAccessConfig(api_key="k")
+        async with world.router([prefill], [decode], wait_key="k", access=access) as url:
+            for path, headers, status, kind in (
+                (MESSAGES_PATH, {}, 401, "authentication_error"),
+                (COUNT_TOKENS_PATH, {"x-api-key": "j"}, 401, "authentication_error"),
+                (MESSAGES_PATH + "?beta=true", {"x-api-key": "k"}, 200, None),
+                (MESSAGES_PATH, {"x-api-key": "k"}, 404, "not_found_error"),
+            ):
+                async with world.session.post(url + path, json=BODY, headers=headers) as response:
+                    told = await response.json()
+                    assert response.status == status and response.headers["request-id"]
+                    assert kind is None or (told["type"], told["error"]["type"]) == ("error", kind)
+            assert decode.headers[0]["Authorization"] == "Bearer k" and "x-api-key" not in decode.headers[0]
+            async with world.session.post(
+                url + MESSAGES_PATH, data=b"[]", headers={"x-api-key": "k", "Content-Type": "application/json"}
+            ) as response:
+                assert (await response.json())["error"]["type"] == "invalid_request_error"
+
+    run_world(scenario)
+
+
+def test_prompts_and_conversations() -> None:
+    blocks = [{"type": "text", "text": f"x-anthropic-billing-header: cch={i};"} for i in range(2)]
+    rest = {"type": "text", "text": "You are"}
+    bodies = [{**BODY, "system": [block, rest], "tools": [{"name": "f"}]} for block in blocks]
+    assert prompt_of(MESSAGES_PATH, bodies[0]) == prompt_of(MESSAGES_PATH, bodies[1])
+    longer = {**bodies[0], "messages": [*HI, {"role": "assistant", "content": "ho"}, *HI]}
+    prompt, prefix = prompt_of(MESSAGES_PATH, longer), prompt_of(MESSAGES_PATH, bodies[0])
+    assert prompt is not None and prefix is not None and prompt.startswith(prefix)
+    keys = [conversation_key(MESSAGES_PATH, body, CIMultiDict()) for body in (*bodies, longer)]
+    assert keys[0] is not None and not keys[0].named and len(set(keys)) == 1
+    named = {**BODY, "metadata": {"user_id": "u"}}
+    assert conversation_key(MESSAGES_PATH, named, CIMultiDict()) == ConversationKey(b"u", named=True)
+    for body in ({}, {"messages": "x"}, {"messages": []}, {"messages": [5], "metadata": 5, "system": [5]}):
+        prompt_of(MESSAGES_PATH, body)
+        conversation_key(MESSAGES_PATH, body, CIMultiDict())
+    assert can_go_on(MESSAGES_PATH, STREAM) and not can_go_on(MESSAGES_PATH, BODY)
