@@ -36,11 +36,13 @@ _EVENT = b"data: "
 class TakeInBody(msgspec.Struct, forbid_unknown_fields=True):
     """`POST /migrate_in`: the request as a value. `timeout_s`: seconds until it must be computed.
 
-    `weights`, `dtype`: of the server that has the request. They are compared where no KV, and so no handshake, comes.
+    `source`: a random name of the server that has the request. `weights`, `dtype`: of that server. They are compared
+    where no KV, and so no handshake, comes.
     """
 
     request: GenerateRequest
     timeout_s: float = TAKE_IN_S
+    source: str = ""
     weights: str = ""
     dtype: str = ""
 

@@ -57,6 +57,7 @@ class Migrations:
         self._context = context
         self._client = client
         self._tasks: set[asyncio.Task[dict[str, Any]]] = set()
+        self._name = secrets.token_hex(16)
 
     async def migrate(self, request: Request) -> Response:
         """`POST /migrate`: answer when the other server has the request, or it goes on here."""
@@ -116,6 +117,8 @@ class Migrations:
         if context.mode != "decode":
             message = f"this is a {context.mode} server; requests move between decode servers"
             raise RequestError(message, field="disaggregation_mode", status=409, code="not_migratable")
+        if body.source == self._name:
+            raise RequestError("this server has the request itself", field="to", status=409, code="not_migratable")
         if spec.taken_over:
             self._check_recomputed(spec, body)
         elif spec.room is None or spec.room.sender is None:
@@ -231,7 +234,7 @@ class Migrations:
 
     async def _take_in(self, url: URL, request: GenerateRequest) -> None:
         ours = identity_of(self._context.client.require_ready())
-        await self._client.take_in(url, TakeInBody(request, weights=ours.weights, dtype=ours.dtype))
+        await self._client.take_in(url, TakeInBody(request, source=self._name, weights=ours.weights, dtype=ours.dtype))
 
     async def _stop(self, rid: str, room: int) -> bytes:
         """Stop the request; returns the encoded offer. Raises RequestError when it goes on."""

@@ -232,6 +232,18 @@ async def test_a_retracted_request_is_computed_again(tokenizer: Tokenizer, monke
             assert (answer.status_code, answer.json()["param"]) == (status, param), answer.text
 
 
+async def test_a_request_does_not_move_to_its_own_server(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with two(tokenizer, monkeypatch) as (source, _):
+        monkeypatch.setattr(DirectClient, "other", source)
+        stream = await begin(source)
+        source.scheduler.on_migration = moves(source.scheduler.requests[0])
+        answer = await source.http.post("/migrate", json={"rid": "x", "to": TO})
+        assert (answer.status_code, answer.json()["param"]) == (409, "to")
+        assert answer.json()["error"]["code"] == "migration_refused"
+        source.scheduler.finish(source.scheduler.requests[0])
+        await stream
+
+
 def test_other_weights_of_an_adapter_are_a_refusal() -> None:
     body = {"error": {"code": "lora_mismatch", "message": "different LoRA adapters", "param": None}}
     error = _refusal(URL(TO), 500, orjson.dumps(body))
