@@ -116,6 +116,13 @@ class Changes:
         commands = commands.replace("smollm2", self._model).replace("build/helium", str(self._folder / "helium"))
         small = "--max-total-tokens 16384 --cpu-threads 1"
         commands = re.sub(r"^(pdserve (?:pair|serve) \S+)", rf"\1 {small}", commands, flags=re.MULTILINE)
+        router = f"127.0.0.1:{self._ports['8000']}"
+        commands = re.sub(
+            r"^(pdserve pair \S+)", rf"\1 --router-port {self._ports['8000']}", commands, flags=re.MULTILINE
+        )
+        commands = re.sub(
+            r"^pdserve chat (?!--url)", f"pdserve chat --url http://{router} ", commands, flags=re.MULTILINE
+        )
         lookup = f"prefill --disaggregation-bootstrap-port {self._ports['8998']}"
         commands = commands.replace("--disaggregation-mode prefill", f"--disaggregation-mode {lookup}")
         install = f"pip install --quiet --no-deps --no-build-isolation --target {self._folder / 'site'}"
