@@ -17,9 +17,11 @@ from aiohttp import web
 
 import pdserve
 from pdserve.http.access import COUNT_TOKENS_PATH, GENERATING, BodyBudget
+from pdserve.observe.history import PATH as HISTORY_PATH
 from pdserve.observe.interval_stats import RouterStats, log_router_stats
 from pdserve.observe.tracing import open_tracing
 from pdserve.router.config.config import RouterConfig
+from pdserve.router.dashboard.history import RouterHistory
 from pdserve.router.dashboard.observe import PATH as OBSERVE_PATH
 from pdserve.router.dashboard.observe import Observer
 from pdserve.router.dashboard.page_files import PageFiles
@@ -105,6 +107,7 @@ class RouterApp:
         self._migrator = Migrator(config, self.registry, self.admission, session, self.metrics, self._drain, rng)
         self._replication = PrefixReplication(config, self.registry, session, rng)
         self._observer = Observer(config, self.registry, self.admission, session)
+        self.history = RouterHistory(self._observer, self.admission)
         self._engine_metrics = EngineMetrics(config, self.registry, session, self.admission.now)
         self._openapi = OpenApi(self._fanout, FORWARDED, self.routes, with_keys=config.access.keys.some)
         self._page = PageFiles()
@@ -113,7 +116,8 @@ class RouterApp:
         endpoint = config.otlp_traces_endpoint
         self._tracing = None if endpoint is None else open_tracing("router", "", endpoint)
         self._handler = GenerateHandler(
-            config, dispatcher, self.admission, self.metrics, self._stats, bodies, self._drain, self._tracing
+            *(config, dispatcher, self.admission, self.metrics, self._stats, self.history.history, bodies),
+            *(self._drain, self._tracing),
         )
         for spec in config.workers:
             self.registry.add(spec)
@@ -124,6 +128,7 @@ class RouterApp:
         self.registry.on_added.append(self.health.watch)
         self.registry.on_forgotten.append(self._forget)
         self._background.append(asyncio.create_task(self._tick()))
+        self._background.append(asyncio.create_task(self.history.run()))
         if self._config.log_stats_interval_s:
             stats = log_router_stats(self._stats, self._gauges, self._config.log_stats_interval_s)
             self._background.append(asyncio.create_task(stats))
@@ -234,6 +239,7 @@ class RouterApp:
             web.post(REPLICATE_PATH, self._replication.post),
             web.get(OPENAPI_PATH, self._openapi.get),
             web.get(OBSERVE_PATH, self._observer.get),
+            web.get(HISTORY_PATH, self.history.get),
             *self._page.routes(),
         ]
 
