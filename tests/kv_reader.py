@@ -67,26 +67,30 @@ def events_of(payload: bytes) -> list[Event]:
 
 
 class CacheCopy:
-    """Blocks by group and hash. Applying an event twice changes nothing."""
+    """Blocks by group and hash, of the device and of the host tier. Applying an event twice changes nothing."""
 
     def __init__(self) -> None:
         self.blocks: dict[int, dict[int, tuple[int | None, tuple[int, ...], str | None]]] = {}
+        self.host: dict[int, dict[int, tuple[int | None, tuple[int, ...], str | None]]] = {}
 
     def apply(self, event: Event) -> None:
         match event:
             case BlockStored():
                 assert len(event.token_ids) == event.block_size * len(event.block_hashes)
-                group = self.blocks.setdefault(event.group_idx or 0, {})
+                tier = self.host if event.medium == "CPU" else self.blocks
+                group = tier.setdefault(event.group_idx or 0, {})
                 parent = event.parent_block_hash
                 for i, block in enumerate(event.block_hashes):
                     tokens = tuple(event.token_ids[i * event.block_size : (i + 1) * event.block_size])
                     group[block] = (parent, tokens, event.lora_name)
                     parent = block
             case BlockRemoved():
+                tier = self.host if event.medium == "CPU" else self.blocks
                 for block in event.block_hashes:
-                    self.blocks.get(event.group_idx or 0, {}).pop(block, None)
+                    tier.get(event.group_idx or 0, {}).pop(block, None)
             case AllBlocksCleared():
                 self.blocks.clear()
+                self.host.clear()
 
     def prompts(self, group: int = 0) -> set[tuple[int, ...]]:
         """The tokens of each cached prefix, from the first token on; without blocks whose parents are not known yet."""

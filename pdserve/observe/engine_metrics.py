@@ -308,6 +308,12 @@ def _pages(families: _Families, where: Mapping[str, str], state: EngineState) ->
     states = pages_by_state(state)
     total = sum(states.values())
     page_tokens = state.max_total_tokens // total if total else 0
+    if total:
+        text = "1; tokens of a KV page and number of pages, as labels"
+        sizes = {"page_size": str(page_tokens), "num_pages": str(total)}
+        families.gauge("sglang:cache_config_info", text, {**where, **sizes}, 1)
+        families.gauge("sglang:page_size", "tokens of a KV page", where, page_tokens)
+        families.gauge("sglang:num_pages", "KV pages", where, total)
     for name, page_state in (("kv_available_tokens", "free"), ("kv_evictable_tokens", "evictable")):
         text = f"token slots in pages that are {page_state}"
         families.gauge(f"sglang:{name}", text, where, page_tokens * states.get(page_state, 0))

@@ -238,6 +238,7 @@ class RouterApp:
             web.post(MIGRATE_PATH, self._migrator.post),
             web.post(REPLICATE_PATH, self._replication.post),
             web.get(OPENAPI_PATH, self._openapi.get),
+            *self._openapi.page_routes(),
             web.get(OBSERVE_PATH, self._observer.get),
             web.get(HISTORY_PATH, self.history.get),
             *self._page.routes(),

@@ -40,6 +40,7 @@ from pdserve.http.access import (
     has_too_many_values,
 )
 from pdserve.http.credentials import authorization_of
+from pdserve.http.docs_files import is_docs_path
 from pdserve.http.error_forms import ANTHROPIC_PATHS, ANTHROPIC_REQUEST_ID, converted_error
 from pdserve.http.errors import HttpRefusal
 from pdserve.observe.http_calls import CLIENT_GONE, log_access
@@ -295,7 +296,7 @@ class Access:
 
 def is_public(path: str) -> bool:
     """Whether a path needs no key."""
-    return path in PUBLIC_PATHS or path == PAGE_PATHS[0] or path.startswith(PAGE_PATHS[1])
+    return path in PUBLIC_PATHS or path == PAGE_PATHS[0] or path.startswith(PAGE_PATHS[1]) or is_docs_path(path)
 
 
 def is_admin(method: str, path: str) -> bool:

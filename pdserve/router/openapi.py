@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from pdserve.http.docs_files import DOCS_FILES, DOCS_PATH, INDEX, read_docs_files
 from pdserve.http.errors import ErrorAnswer
 from pdserve.http.openapi import json_content, openapi_document, openapi_operation
 from pdserve.observe.history import PATH as HISTORY_PATH
@@ -79,6 +80,23 @@ class OpenApi:
         self._forwarded = frozenset(map(_plain, forwarded))
         self._routes = routes
         self._with_keys = with_keys
+        self._files = read_docs_files()
+
+    def page_routes(self) -> list[web.RouteDef]:
+        """Return the routes of the pages that show the document."""
+        return [web.get(DOCS_PATH, self.page), web.get(DOCS_FILES, self.page_file)]
+
+    async def page(self, request: web.Request) -> web.Response:
+        """Return the page that shows the OpenAPI document."""
+        file = self._files[INDEX]
+        return web.Response(body=file.data, headers=file.headers)
+
+    async def page_file(self, request: web.Request) -> web.Response:
+        """Return a file of the page that shows the OpenAPI document; 404 for any other name."""
+        file = self._files.get(request.match_info["name"])
+        if file is None:
+            raise web.HTTPNotFound
+        return web.Response(body=file.data, headers=file.headers)
 
     async def get(self, request: web.Request) -> web.Response:
         """Return the OpenAPI document."""

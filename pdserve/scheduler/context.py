@@ -172,8 +172,11 @@ class SchedulerContext:
         return None if self.tier is None else self.tier.storage
 
     def look_up(self, req: Req) -> None:
-        """Look up the prompt of a new request in the store, if there is one."""
-        if self.storage is not None:
+        """Look up the prompt of a new request in the store, if there is one.
+
+        Not that of a request of another server, which brings its KV.
+        """
+        if self.storage is not None and not req.is_incoming:
             self.storage.admit(req)
 
     def clear_storage(self) -> tuple[bool, str]:

@@ -101,6 +101,11 @@ class Req:
         return self.spec.rid
 
     @property
+    def is_incoming(self) -> bool:
+        """True when the request comes from another decode server, which has it until its KV is here."""
+        return self.spec.room is not None and self.spec.room.sender is not None
+
+    @property
     def num_prompt(self) -> int:
         """Prompt tokens."""
         return len(self.spec.input_ids)

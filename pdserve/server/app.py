@@ -218,6 +218,7 @@ def create_app(
     proof = ControlProof(control_token, config.access.proof_rule(has_token=bool(control_token)))
     proof.install(app)
     openapi.install(app, INPUTS, with_keys=config.access.keys.some)
+    openapi.install_docs(app)
     observer = observability.install(app, context)
     app.add_middleware(DrainGateMiddleware, drain_gate=drain_gate)
     middleware.install(app, config.access, context.max_body_bytes, proof)

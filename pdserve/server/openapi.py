@@ -1,4 +1,6 @@
-"""The OpenAPI document of a server, `/openapi.json`: all routes, and bodies as the structs that validate them.
+"""The OpenAPI document of a server, `/openapi.json`, and its pages at `/docs`.
+
+The document has all routes, and bodies as the structs that validate them.
 
 `app` installs it. msgspec parses bodies and the endpoints parse queries, so FastAPI does not know either schema;
 `app.INPUTS` lists them.
@@ -11,9 +13,12 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
 from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
 
+from pdserve.http.docs_files import DOCS_FILES, DOCS_PATH, INDEX, DocsFile, read_docs_files
 from pdserve.http.errors import ErrorAnswer
 from pdserve.http.openapi import json_content, openapi_document, openapi_operation
 from pdserve.server.request.schemas import NativeSampling
@@ -60,6 +65,27 @@ def install(app: FastAPI, inputs: Inputs, *, with_keys: bool) -> None:
         return app.openapi_schema
 
     app.openapi = document  # type: ignore[method-assign]
+
+
+def install_docs(app: FastAPI) -> None:
+    """Add the pages that show the document. They are no part of it."""
+    files = read_docs_files()
+
+    async def page(_: Request) -> Response:
+        return _file(files[INDEX])
+
+    async def file(request: Request) -> Response:
+        found = files.get(request.path_params["name"])
+        if found is None:
+            raise HTTPException(404)
+        return _file(found)
+
+    app.add_route(DOCS_PATH, page, methods=["GET"])
+    app.add_route(DOCS_FILES, file, methods=["GET"])
+
+
+def _file(file: DocsFile) -> Response:
+    return Response(file.data, headers=file.headers)
 
 
 def describe(app: FastAPI, inputs: Inputs, *, with_keys: bool) -> dict[str, Any]:

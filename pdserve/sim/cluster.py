@@ -113,9 +113,17 @@ class Cluster:
         return endpoint if same else f"{endpoint.rpartition(':')[0]}:{number}", f"{role}-{number}"
 
     def run(
-        self, prompts: Sequence[Prompt], num_rooms: int = 6, late: Sequence[Prompt] = (), max_steps: int = 24_000
+        self,
+        prompts: Sequence[Prompt],
+        num_rooms: int = 6,
+        late: Sequence[Prompt] = (),
+        max_steps: int = 24_000,
+        *,
+        at_once: bool = False,
     ) -> list[ClientAnswer]:
         """Play the workload to its end and return each client's answer.
+
+        In each step one prompt may begin, at random. `at_once`: all begin as soon as a room is free.
 
         The `late` prompts start once all others have ended, faults that may fail a request are off, and RECOVERY_S
         seconds have passed.
@@ -142,8 +150,10 @@ class Cluster:
                     late_at = self.clock.now() + RECOVERY_S
                 elif self.clock.now() >= late_at and not self.mishaps.pending:
                     todo, at_last = at_last, []
-            if todo and len(router.open) < num_rooms and self.rng.random() < 0.5:
+            while todo and len(router.open) < num_rooms and (at_once or self.rng.random() < 0.5):
                 router.begin(*todo.pop())
+                if not at_once:
+                    break
             if todo or router.open or at_last:
                 self.mishaps.step()
             else:

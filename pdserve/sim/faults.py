@@ -70,6 +70,10 @@ class Faults:
 
     migrate: float = 0.0
     """A running request moves to another decode server; no fault, and nothing may fail by it."""
+    drain_migrate: float = 0.0
+    """A running request of a draining decode server moves; per step and request. No fault either."""
+    stage_death: float = 0.0
+    """The source or the target of a migration dies while a stage is on its way."""
     slow_store: float = 0.0
     """A call of the store takes longer than any deadline."""
     store_away: float = 0.0
@@ -90,6 +94,7 @@ class Faults:
             note_lost=0.0,
             abort=0.0,
             kill=0.0,
+            stage_death=0.0,
             cut=0.0,
             probe_lies=0.0,
             stop=0.0,

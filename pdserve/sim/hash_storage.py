@@ -14,7 +14,7 @@ from pdserve.memory.layout import PageSpace
 from pdserve.memory.page_keys import KeyNamespace
 from pdserve.memory.tiers.host_memory import HostMemory
 from pdserve.memory.tiers.prefix_ends import PageKey, PrefixEnds
-from pdserve.memory.tiers.storage import HEADER_BYTES, ObjectId, check, object_bytes, rank_parts, seal
+from pdserve.memory.tiers.storage import HEADER_BYTES, Miss, ObjectId, check, object_bytes, rank_parts, seal
 from pdserve.memory.tiers.storage_port import JobEnd, SlotBytes, StoragePort
 from pdserve.scheduler.context import SchedulerContext
 from pdserve.scheduler.storage_tier import StorageTier
@@ -42,19 +42,33 @@ class SimStore:
         target = bytearray(object_bytes(len(payload)))
         seal(memoryview(target), identity, payload)
         if self._net.happens("stored objects that are damaged", self._net.faults.object_damaged):
-            self._damage(target)
+            self._damage(target, identity)
         self.objects.setdefault(identity.key, bytes(target))
 
-    def _damage(self, target: bytearray) -> None:
-        rng = self._net.rng
+    def _damage(self, target: bytearray, identity: ObjectId) -> None:
+        """Flip a bit, cut the object short, or take another one. Half of the latter are of another namespace."""
+        rng, counts = self._net.rng, self._net.counts
         match rng.randrange(3):
             case 0 if len(target) > HEADER_BYTES:
                 target[rng.randrange(HEADER_BYTES, len(target))] ^= 1 << rng.randrange(8)
+                counts["stored objects with a flipped bit"] += 1
             case 0 | 1:  # a rank without layers of this space has only the header
                 del target[rng.randrange(len(target)) :]
+                counts["stored objects that are cut short"] += 1
             case _:
-                if self.objects:
-                    target[:] = self.objects[rng.choice(sorted(self.objects))]
+                own = namespace_of(identity.key)
+                foreign = [key for key in sorted(self.objects) if namespace_of(key) != own]
+                keys = foreign if foreign and rng.random() < 0.5 else sorted(self.objects)
+                if keys:
+                    stale = rng.choice(keys)
+                    target[:] = self.objects[stale]
+                    of = "key" if namespace_of(stale) == own else "namespace"
+                    counts[f"stored objects of another {of} under the right name"] += 1
+
+
+def namespace_of(key: str) -> str:
+    """Return the part of a key that names the namespace."""
+    return key.partition("-")[0]
 
 
 class SimStoragePort:
@@ -133,7 +147,9 @@ class SimStoragePort:
         for index, (identity, key, slot) in enumerate(zip(self._ids(root, keys), keys, slots, strict=True)):
             buffer = self._slot_bytes(key.space, slot)
             stored = memoryview(self._store.objects.get(identity.key, b""))
-            if len(stored) != object_bytes(len(buffer)) or check(stored, identity) is not None:
+            miss = Miss.LENGTH if len(stored) != object_bytes(len(buffer)) else check(stored, identity)
+            if miss is not None:
+                self._net.counts[f"reads of the store without the object: {miss if stored else Miss.ABSENT}"] += 1
                 return index
             buffer[:] = stored[HEADER_BYTES:]
         return len(keys)

@@ -125,10 +125,27 @@ class SimMigrations:
         """Migrations that have not ended."""
         return len(self._moves)
 
+    def with_stage_under_way(self) -> list[SimMove]:
+        """Migrations of which a stage is being sent from one live server to another."""
+        found = []
+        for move in self._moves:
+            if move.phase != "staging" or move.source.dead or move.target.dead or not move.target.has(move.stage_rid):
+                continue
+            half = move.target.half(move.stage_rid)
+            if half is None or half.finish is None:
+                found.append(move)
+        return found
+
     def step(self, router: SimRouter) -> None:
-        """Begin a migration at random, and advance all others."""
-        if self._net.faults.migrate and router.open and self._net.rng.random() < self._net.faults.migrate:
-            self._begin(self._net.rng.choice(router.open))
+        """Begin a migration at random, and those of draining servers, and advance all others."""
+        rng, faults = self._net.rng, self._net.faults
+        if faults.migrate and router.open and rng.random() < faults.migrate:
+            self._begin(rng.choice(router.open))
+        if faults.drain_migrate:
+            for client in router.open:
+                each = client.current
+                if each is not None and each.decode.draining and rng.random() < faults.drain_migrate:
+                    self._begin(client)
         for move in list(self._moves):
             self._advance(move)
 
@@ -155,6 +172,7 @@ class SimMigrations:
             return
         self._num_begun += 1
         self._net.counts["migrations begun"] += 1
+        self._net.counts["migrations begun by a drain"] += source.draining
         target, room = self._net.rng.choice(others), FIRST_ROOM + self._num_begun
         deadline = self._net.clock.now() + PATIENCE_S
         move = SimMove(client, each, source, source.node_of(rid), rid, target, room, deadline)
@@ -253,6 +271,7 @@ class SimMigrations:
         """Let the client have the target's tokens from now on."""
         self._moves.remove(move)
         self._net.counts["migrations"] += 1
+        self._net.counts["migrations away from a draining server"] += move.source.draining
         before = move.each.decode.half(move.each.rid)
         own = move.source.raw_half(move.rid)
         assert before is not None and own is not None

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from pdserve.protocol.messages import CommandReply, SwitchRole
+from pdserve.sim.migrations import SimMigrations
 from pdserve.sim.network import SimNet
 from pdserve.sim.node import MachineClock
 from pdserve.sim.router import SimRouter
@@ -38,6 +39,7 @@ class ClusterView(Protocol):
     servers: list[SimServer]
     dead: list[SimServer]
     router: SimRouter | None
+    migrations: SimMigrations
 
     def start(self, role: str, host: str, clock: MachineClock, endpoints: Sequence[str] = ()) -> SimServer:
         """Start a new server process on `host`; see `Cluster.start`."""
@@ -136,6 +138,8 @@ class Mishaps:
                 server.abort(each.rid)
         if cluster.servers and happens("servers killed", faults.kill):
             self._kill(self._rng.choice(cluster.servers))
+        if faults.stage_death:
+            self._kill_in_a_stage()
         if cluster.servers:
             if happens("servers stopped", faults.stop):
                 self._stop(self._rng.choice(cluster.servers))
@@ -195,6 +199,15 @@ class Mishaps:
         """Kill all processes of a server (kill -9). It restarts in the same role, perhaps at the same endpoints."""
         self._remove(server)
         self._come_back(server, server.role)
+
+    def _kill_in_a_stage(self) -> None:
+        """Kill one of the servers between which a stage of a migration is on its way."""
+        moves = self._cluster.migrations.with_stage_under_way()
+        if moves:
+            move = self._rng.choice(moves)
+            side, server = self._rng.choice((("source", move.source), ("target", move.target)))
+            if self._net.happens(f"deaths of the {side} in the middle of a stage", self._net.faults.stage_death):
+                self._kill(server)
 
     def _kill_part(self, server: SimServer) -> None:
         """Kill one process: a replica, or one rank of it. The rest of the server dies some time later."""

@@ -232,3 +232,22 @@ def test_a_killed_server_turns_red(page: webdriver.Chrome, pair: Pair) -> None:
     until(lambda: text(page, "#status") == "not serving", WAIT_S, "the header says so")
     states = "return [...document.querySelectorAll('.edges li')].map((node) => node.dataset.state)"
     assert set(page.execute_script(states)) <= {"down"}, "the line to it is red, until prefill forgets it"
+
+
+def test_the_pages_of_the_api_show_and_send_requests(browser: webdriver.Chrome, pair: Pair) -> None:
+    browser.get_log("browser")
+    browser.get(f"{pair.url}/docs")
+    select = "details.operation[data-path='/v1/messages']"
+    until(lambda: bool(browser.find_elements(By.CSS_SELECTOR, select)), WAIT_S, "the operations are shown")
+    paths = each(browser, "details.operation code.path", "textContent")
+    assert {"/v1/chat/completions", "/generate", "/workers"} <= set(paths)
+    browser.find_element(By.ID, "search").send_keys("/v1/messages")
+    assert browser.execute_script("return document.querySelectorAll('details.operation:not([hidden])').length") == 2
+    operation = browser.find_element(By.CSS_SELECTOR, select)
+    operation.find_element(By.TAG_NAME, "summary").click()
+    until(lambda: bool(operation.find_elements(By.TAG_NAME, "textarea")), WAIT_S, "the form is shown")
+    assert "max_tokens" in operation.text and "budget_tokens" not in operation.text
+    operation.find_element(By.CSS_SELECTOR, "form button").click()
+    until(lambda: '"type":"message"' in operation.find_element(By.TAG_NAME, "pre").text, WAIT_S, "an answer")
+    assert operation.find_element(By.TAG_NAME, "pre").text.startswith("200")
+    assert browser.get_log("browser") == []

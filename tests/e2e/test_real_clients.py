@@ -1,4 +1,4 @@
-"""Clients of other projects against a pair behind the router, unchanged: lm-eval, litellm, SGLang's bench_serving."""
+"""Clients of other projects against a pair behind the router, unchanged: lm-eval, litellm, bench_serving, anthropic."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -116,4 +117,37 @@ def test_litellm(clients: Path, pair: Pair) -> None:
         "print('same', len(whole))\n"
     )
     assert "same" in run(clients, "-c", program, f"{pair.url}/v1")
+    assert_idle(pair.prefill, pair.decode)
+
+
+def test_anthropic(pair: Pair) -> None:
+    """The SDK, through the router: whole, streamed, counted, and a key in its own header."""
+    with anthropic.Anthropic(base_url=pair.url, api_key="none", max_retries=0) as client:
+        ask: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Tell me of pages."}]}
+        greedy: Any = {"extra_body": {"temperature": 0, "ignore_eos": True}}
+        whole = client.messages.create(**ask, max_tokens=12, **greedy)
+        assert (whole.stop_reason, whole.usage.output_tokens) == ("max_tokens", 12)
+        with client.messages.stream(**ask, max_tokens=12, **greedy) as stream:
+            streamed = stream.get_final_message()
+        assert [block.to_dict() for block in streamed.content] == [block.to_dict() for block in whole.content]
+        used = streamed.usage
+        counted = client.messages.count_tokens(**ask).input_tokens
+        assert used.input_tokens + (used.cache_read_input_tokens or 0) == counted
+        image: Any = {"type": "image", "source": {"type": "url", "url": "http://x"}}
+        with pytest.raises(anthropic.BadRequestError, match="image"):
+            client.messages.create(model="tiny", max_tokens=1, messages=[{"role": "user", "content": [image]}])
+    assert_idle(pair.prefill, pair.decode)
+
+
+def test_litellm_over_anthropics_api(clients: Path, pair: Pair) -> None:
+    program = (
+        "import litellm, sys\n"
+        "ask = dict(model='anthropic/tiny', api_base=sys.argv[1], api_key='none', max_tokens=8, temperature=0)\n"
+        "ask['messages'] = [{'role': 'user', 'content': 'Tell me of pages.'}]\n"
+        "whole = litellm.completion(**ask).choices[0].message.content\n"
+        "parts = litellm.completion(stream=True, **ask)\n"
+        "assert ''.join(part.choices[0].delta.content or '' for part in parts) == whole, whole\n"
+        "print('same', len(whole))\n"
+    )
+    assert "same" in run(clients, "-c", program, pair.url)
     assert_idle(pair.prefill, pair.decode)

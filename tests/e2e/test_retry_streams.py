@@ -79,6 +79,7 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
         {"messages": ASK, "tools": [WEATHER], "tool_choice": "required", "max_tokens": 800, "temperature": 0,
          "reasoning_effort": "none", "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
     ),
+    "messages": ("/v1/messages", {"messages": ASK, "max_tokens": 600, **GREEDY}),
     "chat": (
         "/v1/chat/completions",
         {"messages": ASK, "max_tokens": 600, **GREEDY, "logprobs": True, "top_logprobs": 1},
@@ -121,16 +122,17 @@ def farm(tiny_checkpoint: Callable[[Family], Path], tmp_path_factory: pytest.Tem
 
 
 def events(url: str, path: str, body: dict[str, Any], seen: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
-    """The events of a stream; `seen` is called at each. It must end with one [DONE], and hold nothing but events."""
+    """The events of a stream; `seen` is called at each. It ends with one last event, and holds nothing but events."""
     found = []
+    last = b'{"type":"message_stop"}' if path == "/v1/messages" else b"[DONE]"
     with requests.post(url + path, json={**body, "stream": True}, stream=True, timeout=300) as answer:
         assert answer.status_code == 200, answer.text
         for line in answer.iter_lines():
-            if line:
+            if line and not (path == "/v1/messages" and line.startswith(b"event: ")):
                 assert line.startswith(b"data: "), line
                 found.append(line.removeprefix(b"data: "))
                 seen()
-    assert found.count(b"[DONE]") == 1 and found[-1] == b"[DONE]", found[-3:]
+    assert found.count(last) == 1 and found[-1] == last, found[-3:]
     return [json.loads(one) for one in found[:-1]]
 
 
@@ -148,6 +150,16 @@ def gist(path: str, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
         meta = last["meta_info"]
         kept = ("finish_reason", "prompt_tokens", "completion_tokens", "output_token_logprobs", "output_top_logprobs")
         return {"text": last["text"], "ids": last["output_ids"], **{name: meta.get(name) for name in kept}}
+    if path == "/v1/messages":
+        kinds = [event["type"] for event in found]
+        assert [kinds.count(kind) for kind in ("message_start", "ping", "message_delta")] == [1, 1, 1]
+        texts = [event["delta"] for event in found if event["type"] == "content_block_delta"]
+        return {
+            "text": "".join(delta.get("text", delta.get("thinking", "")) for delta in texts),
+            "blocks": kinds.count("content_block_start"),
+            "end": found[-1]["delta"],
+            "tokens": found[-1]["usage"]["output_tokens"],
+        }
     assert len({(event["id"], event["created"], event["model"], event["system_fingerprint"]) for event in found}) == 1
     choices = [choice for event in found for choice in event["choices"]]
     deltas = [choice.get("delta") or {} for choice in choices]

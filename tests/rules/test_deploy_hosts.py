@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ from tests.rules.deploy_kit import (
 API_KEYS = (API_KEY, ADMIN_API_KEY)
 
 DOCKERFILE = CONFIGS / "docker" / "Dockerfile"
+FOR_CUDA = CONFIGS / "docker" / "Dockerfile.cuda"
+DOCKERFILES = (DOCKERFILE, FOR_CUDA)
 COMPOSE = CONFIGS / "docker" / "compose.yaml"
 SYSTEMD = CONFIGS / "systemd"
 UNITS = ("prefill", "decode", "router")
@@ -152,17 +155,20 @@ async def test_compose_health_checks_ask_paths_that_exist() -> None:
             assert int(url[0]) == config.port and url[1] in await router_paths(config)
 
 
-def test_the_image_is_built_of_files_that_exist_and_are_let_in() -> None:
-    let_in = {
-        line[1:] for line in (CONFIGS / "docker" / "Dockerfile.dockerignore").read_text().split() if line[0] == "!"
-    }
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=str)
+def test_the_image_is_built_of_files_that_exist_and_are_let_in(dockerfile: Path) -> None:
+    ignored = dockerfile.with_name(f"{dockerfile.name}.dockerignore").read_text()
+    let_in = {line[1:] for line in ignored.split() if line[0] == "!"}
     copied = {
         name
-        for line in re.findall(r"^COPY (?!--from)(.*)", DOCKERFILE.read_text(), flags=re.MULTILINE)
+        for line in re.findall(r"^COPY (?!--from)(.*)", dockerfile.read_text(), flags=re.MULTILINE)
         for name in line.split()[:-1]
     }
     assert copied == let_in
     assert all((ROOT / name).exists() for name in copied)
+
+
+def test_compose_builds_the_image_without_a_gpu() -> None:
     for name in services():
         build = services()[name].get("build", {"context": "../..", "dockerfile": "configs/docker/Dockerfile"})
         assert ((COMPOSE.parent / build["context"]).resolve() / build["dockerfile"]) == DOCKERFILE
@@ -175,10 +181,33 @@ def test_the_image_starts_a_service_by_itself() -> None:
     assert config.router_host == "0.0.0.0"
 
 
-def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
+def test_the_image_for_gpus_starts_a_server_and_has_what_kernels_and_engines_need() -> None:
+    text = FOR_CUDA.read_text()
+    (command,) = re.findall(r"^CMD (.*)", text, flags=re.MULTILINE)
+    config = parse_command(json.loads(command)[1:])
+    assert isinstance(config, ServerConfig)
+    assert (config.serving.host, config.disagg.disaggregation_mode) == ("0.0.0.0", "null")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (given,) = re.findall(r"^ARG EXTRA=(.*)", text, flags=re.MULTILINE)
+    assert set(given.split(",")) <= set(extras)
+    (installed,) = re.findall(r"--no-install-recommends \\\n(.*)\\", text)
+    assert {"gcc", "python3-dev", "ibverbs-providers", "libibverbs1", "libnuma1"} <= set(installed.split())
+
+
+def test_images_are_those_that_the_manifests_name() -> None:
+    named = {DOCKERFILE: "0.1.0", FOR_CUDA: "0.1.0-cuda"}
+    for dockerfile, tag in named.items():
+        assert f"-t pdserve:{tag} ." in dockerfile.read_text()
+    gpu = yaml.safe_load((CONFIGS / "k8s" / "overlays" / "gpu" / "kustomization.yaml").read_text())
+    chart = yaml.safe_load((CONFIGS / "helm" / "examples" / "gpu.yaml").read_text())
+    assert gpu["images"][0]["newTag"] == chart["image"]["tag"] == named[FOR_CUDA]
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=str)
+def test_hadolint_finds_nothing_in_the_dockerfiles(dockerfile: Path) -> None:
     if shutil.which("hadolint") is None:
         pytest.skip("hadolint is not installed")
-    done = subprocess.run(["hadolint", str(DOCKERFILE)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(["hadolint", str(dockerfile)], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -22,13 +22,13 @@ from typing import Any, Literal
 
 from pdserve.base.parallel import ParallelShape
 from pdserve.memory.layout import pages_for
-from pdserve.scheduler.speculation import ACCEPTED_AT, ACCEPTED_TOKENS, DRAFT_TOKENS, VERIFY_STEPS
 from pdserve.sim.cluster import Cluster, Layout
 from pdserve.sim.network import Faults
 from pdserve.sim.node import monolith_tokens
 from pdserve.sim.router import ClientAnswer
 from pdserve.sim.shape import Prompt, Shape
-from tests.world.storage import faults_of, with_store
+from tests.world.events import events_of
+from tests.world.storage import faults_of, stored_by_other_weights, with_store
 from tests.world.tiers import POLICIES
 from tests.world.workload import MAX_NEW, MAX_PROMPT, optimistic, with_drafts, with_groups, with_salts, with_states
 
@@ -151,6 +151,7 @@ def with_migrations(seed: int, it: Setting) -> Setting:
     """The same seed with at least two decode servers, longer outputs, and requests that move between the servers.
 
     In half of the seeds with full attention only, outputs are long enough for stages, which need a prefix cache.
+    In half of all seeds a server has room for requests of others; else it refuses more of them.
     """
     rng = random.Random(f"migrations {seed}")
     rate, shape, num_new = rng.choice((0.1, 0.3, 0.8)), it.shape, MAX_NEW
@@ -162,15 +163,31 @@ def with_migrations(seed: int, it: Setting) -> Setting:
         [dataclasses.replace(one, max_new_tokens=num_new) for one in each] for each in (it.prompts, it.late)
     )
     layout = dataclasses.replace(it.layout, decodes=max(2, it.layout.decodes))
-    faults = dataclasses.replace(it.faults, migrate=rate)
+    draw = random.Random(f"drains {seed}")
+    if draw.random() < 0.5:
+        shape = _roomy(shape, MAX_PROMPT + num_new)
+    faults = dataclasses.replace(
+        it.faults,
+        migrate=rate,
+        drain_migrate=draw.choice((0.0, 0.1, 0.5)),
+        stage_death=draw.uniform(0.02, 0.1) if {"kills", "deaths"}.intersection(it.kinds) else 0.0,
+    )
     return dataclasses.replace(it, shape=shape, layout=layout, faults=faults, prompts=prompts, late=late)
 
 
-def with_tiers(seed: int, it: Setting) -> Setting:
-    """The same seed with a host tier, a store with its faults, a prefix cache, and prompts that begin alike.
+def _roomy(shape: Shape, longest: int) -> Shape:
+    """The same server with memory for two requests of up to `longest` tokens, and aux slots for more."""
+    return dataclasses.replace(
+        shape,
+        num_pages=max(shape.num_pages, 2 * pages_for(longest, shape.page_tokens)),
+        num_aux=max(6, shape.num_aux),
+        num_window_pages=2 * shape.num_window_pages,
+        num_slots=2 * shape.num_slots,
+    )
 
-    A model with window or state groups has no store.
-    """
+
+def with_tiers(seed: int, it: Setting) -> Setting:
+    """The same seed with a host tier, a store with its faults, a prefix cache, and prompts that begin alike."""
     rng = random.Random(f"tiers {seed}")
     shape = dataclasses.replace(
         with_store(rng, it.shape),
@@ -205,6 +222,8 @@ def play(
     base = base_model(seed, model)
     expected = monolith_tokens(it.shape, [*it.prompts, *it.late])
     cluster = Cluster(seed, it.shape, it.faults, it.layout)
+    if tiers and seed % 3 == 0:
+        cluster.net.objects.update(stored_by_other_weights(seed, it.shape, it.prompts))
     answers = cluster.run(it.prompts, MEETS, it.late)
     takes_turns = base != "full" and it.shape.num_slots < 3  # behind a server that stopped, a turn may come too late
     local = LOCAL if it.faults.max_stop_s > 90.0 or takes_turns else LOCAL | {"stops"}
@@ -216,7 +235,7 @@ def play(
     assert not cluster.leaks(), cluster.leaks()
     counts = cluster.net.counts
     if model != "full" or tiers:
-        counts += _events(cluster)
+        counts += events_of(cluster)
         assert "damage" in it.kinds or not counts["state mismatches"], "a state of another request or position"
         assert not counts["aux records of other KV or state"]
     counts["simulated seconds"] = round(cluster.clock.now())
@@ -227,47 +246,6 @@ def play(
         answer.error is None and answer.num_tries > 1 for answer in answers
     )
     return +counts
-
-
-EVENTS = {
-    "requests_retracted": "requests retracted",
-    "offloaded_pages": "pages offloaded",
-    "restored_pages": "pages restored",
-    "recomputed_tokens": "tokens computed again",
-    "kv_loads_recomputed": "prompts computed on decode after a failed transfer",
-    "states_copied": "requests that continued from a cached state",
-    "states_kept": "states kept for the cache",
-    "state_mismatches": "state mismatches",
-    "metadata_mismatches": "aux records of other KV or state",
-    "hicache_backup_tokens": "tokens saved to the host tier",
-    "load_back_tokens": "tokens loaded from the host tier",
-    "backuped_tokens": "tokens stored",
-    "prefetched_tokens": "tokens read from the store",
-    "storage_prefetch_hit_tokens": "tokens of prompts that came from the store",
-}
-
-
-DRAFT_EVENTS = {
-    VERIFY_STEPS: "rows with drafts",
-    DRAFT_TOKENS: "drafts",
-    ACCEPTED_TOKENS: "drafts accepted",
-    f"{ACCEPTED_AT}2": "second drafts accepted",
-}
-
-
-def _events(cluster: Cluster) -> Counter[str]:
-    """What the schedulers of all servers counted, dead ones included."""
-    counts = Counter[str]()
-    for node in (node for server in (*cluster.servers, *cluster.dead) for node in server.replicas):
-        for name, words in EVENTS.items():
-            counts[words] += node.scheduler.context.counters[name]
-        states = node.memory.groups.states
-        counts["cached states evicted"] += 0 if states is None else states.num_evicted
-        counts["cached pages evicted"] += node.memory.pages.num_evicted
-        speculation = node.scheduler.context.speculation
-        if speculation is not None:
-            counts += Counter({words: speculation.counters[name] for name, words in DRAFT_EVENTS.items()})
-    return counts
 
 
 def _spared(it: Setting, cluster: Cluster) -> set[int]:

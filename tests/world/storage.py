@@ -100,6 +100,13 @@ def play_weights(seed: int, weights: Sequence[int]) -> Counter[str]:
     return found
 
 
+def stored_by_other_weights(seed: int, shape: Shape, prompts: Sequence[Prompt]) -> dict[str, bytes]:
+    """Return what a monolith of another model of the same layout stores while it answers the same prompts."""
+    net = SimNet(seed, ManualClock(), QUIET)
+    _run(seed, dataclasses.replace(shape, model_weights=shape.model_weights + 1), prompts, net)
+    return net.objects
+
+
 def _run(seed: int, shape: Shape, prompts: Sequence[Prompt], net: SimNet) -> Counter[str]:
     """A monolith on a net, to its end."""
     rng = random.Random(f"storage run {seed}")

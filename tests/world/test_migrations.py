@@ -6,20 +6,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from pdserve.protocol.failure import Failure
-from pdserve.protocol.messages import CommandReply, EndMigration, GenerateRequest
-from pdserve.scheduler.context import SchedulerContext
-from pdserve.scheduler.request import Req
-from pdserve.scheduler.roles import migration, prefix_sends
-from pdserve.scheduler.roles.migration import OutgoingMigrations, OutgoingMove
-from pdserve.scheduler.roles.prefix_sends import PrefixSends
 from pdserve.sim.cluster import Cluster, Layout
-from pdserve.sim.migrations import MovedServer
 from pdserve.sim.network import Faults
 from pdserve.sim.node import monolith_tokens
-from pdserve.sim.server import SimServer
 from pdserve.sim.shape import Prompt, Shape
-from pdserve.transfer.handles import KVSender
+from tests.world import migration_bugs
 from tests.world.campaign import play, tally_of
 
 Patch = pytest.MonkeyPatch
@@ -42,7 +33,7 @@ def test_requests_move_while_servers_change_their_role(seeds: Sequence[int]) -> 
     assert tally.counts["drains for a role change in place"] and tally.counts["migrations begun"]
 
 
-@pytest.mark.parametrize("seeds", [(1, 12), pytest.param(range(300), marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize("seeds", [(1, 7), pytest.param(range(300), marks=pytest.mark.slow)], ids=len)
 def test_requests_move_between_servers_with_a_host_tier_and_a_store(seeds: Sequence[int]) -> None:
     tally = tally_of(seeds, 1, migrations=True, tiers=True)
     assert not tally.failures, tally.failures[0]
@@ -102,96 +93,10 @@ def test_retracted_requests_move(seeds: Sequence[int]) -> None:
 # ---------------------------------------------------------------------- planted bugs
 
 
-def it_goes_on_after_a_commit(patch: Patch) -> None:
-    end = OutgoingMigrations.end
-
-    def blunt(self: OutgoingMigrations, command: EndMigration) -> None:
-        move = self._moves.get(command.rid)
-        if command.commit and move is not None and move.stopped_at is not None:
-            self._cancel(move, migration.ABORTED)
-            self._reply(CommandReply(query_id=command.query_id, ok=True, message="ok"))
-            return
-        end(self, command)
-
-    patch.setattr(OutgoingMigrations, "end", blunt)
-
-
-def a_late_commit_is_accepted(patch: Patch) -> None:
-    """Both servers have the request."""
-    refuse = OutgoingMigrations._refuse
-
-    def mild(self: OutgoingMigrations, query_id: str, failure: Failure) -> None:
-        if query_id.startswith("committing"):
-            self._reply(CommandReply(query_id=query_id, ok=True, message="ok"))
-        else:
-            refuse(self, query_id, failure)
-
-    patch.setattr(migration, "TIMEOUT_S", 12.0)
-    patch.setattr(OutgoingMigrations, "_refuse", mild)
-
-
-def the_last_page_is_left_out(patch: Patch) -> None:
-    finish = KVSender.finish
-
-    def short(self: KVSender, slot: object, record: object, times: object, **more: object) -> None:
-        if record.room >= 1 << 40:  # type: ignore[attr-defined]
-            more["num_pages"] -= 1  # type: ignore[operator]
-        finish(self, slot, record, times, **more)  # type: ignore[arg-type]
-
-    patch.setattr(KVSender, "finish", short)
-
-
-def one_token_too_few_is_offered(patch: Patch) -> None:
-    value = OutgoingMigrations._value
-
-    def short(self: OutgoingMigrations, move: OutgoingMove) -> GenerateRequest:
-        last = move.req.output_ids.pop()
-        try:
-            return value(self, move)
-        finally:
-            move.req.output_ids.append(last)
-
-    patch.setattr(OutgoingMigrations, "_value", short)
-
-
-def a_stopped_request_keeps_its_row(patch: Patch) -> None:
-    release_row = SchedulerContext.release_row
-
-    def idle(self: SchedulerContext, req: Req) -> None:
-        if req.sender is not None:
-            release_row(self, req)
-        else:
-            req.row = None
-
-    patch.setattr(SchedulerContext, "release_row", idle)
-
-
-def a_stage_outlives_the_pages_of_its_request(patch: Patch) -> None:
-    patch.setattr(PrefixSends, "leave", lambda self, req: None)
-    patch.setattr(prefix_sends._Sending, "has_pages", True)
-
-
-def a_retracted_request_does_not_come_back(patch: Patch) -> None:
-    cancel = OutgoingMigrations._cancel
-
-    def blunt(self: OutgoingMigrations, move: OutgoingMove, failure: Failure, *, resume: bool = True) -> None:
-        if not move.was_retracted:
-            cancel(self, move, failure, resume=resume)
-
-    patch.setattr(OutgoingMigrations, "_cancel", blunt)
-
-
-def its_last_token_counts_as_sent(patch: Patch) -> None:
-    """The client's tokens of the other server begin one too late."""
-    init = MovedServer.__init__
-
-    def late(self: MovedServer, server: SimServer, rid: str, before: Sequence[int], *, repeats: bool) -> None:
-        init(self, server, rid, before, repeats=True)
-
-    patch.setattr(MovedServer, "__init__", late)
-
-
-RETRACTION_MUTANTS = (a_retracted_request_does_not_come_back, its_last_token_counts_as_sent)
+RETRACTION_MUTANTS = (
+    migration_bugs.a_retracted_request_does_not_come_back,
+    migration_bugs.its_last_token_counts_as_sent,
+)
 
 
 @pytest.mark.parametrize("mutant", RETRACTION_MUTANTS, ids=lambda value: value.__name__)
@@ -204,12 +109,12 @@ def test_planted_bug_in_moves_of_retracted_requests_is_caught(
 
 
 MUTANTS: list[tuple[Callable[[Patch], None], int]] = [
-    (it_goes_on_after_a_commit, 0),
-    (a_late_commit_is_accepted, 0),
-    (the_last_page_is_left_out, 0),
-    (one_token_too_few_is_offered, 0),
-    (a_stopped_request_keeps_its_row, 0),
-    (a_stage_outlives_the_pages_of_its_request, 0),
+    (migration_bugs.it_goes_on_after_a_commit, 0),
+    (migration_bugs.a_late_commit_is_accepted, 0),
+    (migration_bugs.the_last_page_is_left_out, 0),
+    (migration_bugs.one_token_too_few_is_offered, 0),
+    (migration_bugs.a_stopped_request_keeps_its_row, 0),
+    (migration_bugs.a_stage_outlives_the_pages_of_its_request, 0),
 ]
 """A bug, and a seed that has caught it."""
 

@@ -60,7 +60,6 @@ class HostPool:
             recorder=recorder,
         )
         self.memory = memory
-        self.num_evicted_tokens = 0
 
     def record_to(self, recorder: CacheRecorder, memory: KVMemory) -> None:
         """Report the changes of the tree, which is empty so far, to `recorder`; `memory.flush_changes` flushes it."""

@@ -49,7 +49,7 @@ from pdserve.scheduler.roles.base import (
     can_recompute,
     received_timing,
 )
-from pdserve.scheduler.roles.migration import NO_ROOM, OutgoingMigrations, is_incoming
+from pdserve.scheduler.roles.migration import NO_ROOM, OutgoingMigrations
 from pdserve.scheduler.roles.prealloc import DecodeMemory, DecodeReservation, HostLoads
 from pdserve.scheduler.step_log import DecodeStepLog
 from pdserve.transfer.manager import KVManager
@@ -234,7 +234,10 @@ class DecodeRole(MixedBatchRole):
         return ready.rules.enabled and len(ready) > 0 and ready.key(ready[0]) < ready.key(retracted)
 
     def _publish_ready(self) -> None:
-        """Publish pages in the order of the schedule policy, until a request finds too little memory."""
+        """Publish pages in the order of the schedule policy, until a request finds too little memory.
+
+        Requests of other servers do not wait behind a first request that waits for the host tier or the store.
+        """
         reserve = self._memory.to_keep_free()
         self._ready.refresh()
         if self._may_publish():
@@ -243,6 +246,11 @@ class DecodeRole(MixedBatchRole):
             if not self._publish(self._ready[0], reserve):
                 return
             self._ready.remove(self._ready[0])
+        if self._may_publish():
+            for req in [req for req in self._ready if req.is_incoming]:
+                if not self._publish(req, reserve):
+                    return
+                self._ready.remove(req)
 
     def _would_preempt(self, preemption: Preemption) -> bool:
         return preemption.is_due or bool(self._victims(preemption))
@@ -294,7 +302,7 @@ class DecodeRole(MixedBatchRole):
 
     def _end_migrations_without_memory(self) -> None:
         """End the requests that come from another server and find no memory now: they go on there."""
-        for req in [req for req in self._ready if is_incoming(req)]:
+        for req in [req for req in self._ready if req.is_incoming]:
             self.end(req, NO_ROOM)
 
     def _no_memory(self) -> Failure:
@@ -303,7 +311,7 @@ class DecodeRole(MixedBatchRole):
 
     def _lose(self, req: Req, failure: Failure) -> None:
         """Handle a failed KV transfer: the request ends, or its prompt is computed here."""
-        if not self._recomputes or not can_recompute(failure) or is_incoming(req):
+        if not self._recomputes or not can_recompute(failure) or req.is_incoming:
             self.end(req, failure)
             return
         assert req.receiver is not None
@@ -356,7 +364,7 @@ class DecodeRole(MixedBatchRole):
             self._lose(req, damage)
             return
         del self._transfer[req.rid]
-        self._context.counters["migrations_in"] += is_incoming(req) and req.spec.sampling.max_new_tokens > 0
+        self._context.counters["migrations_in"] += req.is_incoming and req.spec.sampling.max_new_tokens > 0
         req.times.received = req.times.started = req.times.prefilled = self._context.clock.now()
         req.aux.drop("request")
         req.aux = None

@@ -65,11 +65,6 @@ NO_ROOM = Failure(
 )
 
 
-def is_incoming(req: Req) -> bool:
-    """True for a request that comes from another decode server, which has it until its KV is here."""
-    return req.spec.room is not None and req.spec.room.sender is not None
-
-
 def not_migratable(message: str, *, status: int = 409, code: str = "not_migratable") -> Failure:
     """Return the refusal of a `MigrateOut`."""
     return Failure(code=code, message=message, status=status, field="rid", retryable=False)

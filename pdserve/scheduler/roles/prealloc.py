@@ -26,6 +26,7 @@ class HostLoads:
     """Prefixes of requests with a session come from the host tier before the other pages are published.
 
     `has_memory` returns whether the pages of a request could be published now. Without a host tier it does nothing.
+    Requests of other servers stand still meanwhile, so they wait for no load.
     """
 
     def __init__(self, context: SchedulerContext, has_memory: Callable[[Req], bool]) -> None:
@@ -40,7 +41,11 @@ class HostLoads:
     def holds_back(self, req: Req) -> bool:
         """True when pages of `req` come from the host tier, or begin to now."""
         tier, layout = self._context.tier, self._context.memory.layout
-        return tier is not None and tier.holds_back(req, lambda: self._has_memory(req), most_cached(layout, req))
+        return (
+            tier is not None
+            and not req.is_incoming
+            and tier.holds_back(req, lambda: self._has_memory(req), most_cached(layout, req))
+        )
 
     def is_running(self, req: Req) -> bool:
         """True while pages of `req` come from the host tier."""

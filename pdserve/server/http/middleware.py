@@ -60,6 +60,7 @@ from pdserve.http.access import (
     framing_refusal,
 )
 from pdserve.http.credentials import authorization_of
+from pdserve.http.docs_files import is_docs_path
 from pdserve.http.error_forms import ANTHROPIC_PATHS, ANTHROPIC_REQUEST_ID, converted_error
 from pdserve.http.errors import HttpRefusal
 from pdserve.http.session_proof import CHALLENGE_PATH
@@ -74,6 +75,11 @@ PUBLIC = frozenset({"/health", "/health_generate", "/ping", "/ready", "/readines
 OPEN = PUBLIC | {CHALLENGE_PATH}
 CORS_METHODS = ("GET", "POST", "PUT")
 SECURITY_HEADERS = dict((NO_SNIFF, NO_STORE))
+
+
+def is_open(path: str) -> bool:
+    """Whether a path needs no key."""
+    return path in OPEN or is_docs_path(path)
 
 
 def install(app: FastAPI, config: AccessConfig, max_body_bytes: int, proof: ControlProof) -> None:
@@ -138,7 +144,7 @@ class AccessMiddleware:
 
     def _check(self, scope: Scope, headers: Headers) -> tuple[HttpRefusal | None, bytes | None]:
         """Return the refusal of a request, None if it is allowed, and the digest that its signed body must have."""
-        path, command, public = scope["path"], scope["path"] in COMMANDS, scope["path"] in OPEN
+        path, command, public = scope["path"], scope["path"] in COMMANDS, is_open(scope["path"])
         stranger, digest = self._authenticate(scope, headers, command=command)
         if stranger is not None:
             return stranger, None
@@ -156,7 +162,7 @@ class AccessMiddleware:
                 return None, self._proof.check(scope, given)
             except ProofError as error:
                 return proof_refusal(error), None
-        if scope["path"] in OPEN:
+        if is_open(scope["path"]):
             return None, None
         authorization = authorization_of(headers)
         if self._proof.rule is ProofRule.OPTIONAL:

@@ -133,7 +133,9 @@ class GenerationCall(abc.ABC):
             if stream:
                 events = self._events(request, generation)
                 return await stream_response(request, events, done=self.stream_end)
-            before = None if self._resume is None else self._before(generation)
+            # The router drops the answer of a prefill server, whose resume state may lack log probabilities.
+            is_new = self._resume is None or self.context.mode == "prefill"
+            before = None if is_new else self._before(generation)
             updates = await until_disconnect(request, collect(generation, len(self.states), before))
             for update in updates:
                 self.prompt_parts[update.index] = update.prompt_parts

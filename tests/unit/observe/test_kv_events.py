@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 from collections.abc import Iterator
 
 import msgspec
@@ -402,53 +400,6 @@ def test_each_turn_that_the_publisher_does_not_take_is_counted_and_the_content_f
     [batch] = one_turn(tree, sink, stream)
     assert isinstance(events_of(batch.payload)[0], AllBlocksCleared)
     assert len(followed([batch]).prompts()) == 2 and tree.recorder.num_lost == 2
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    "PDSERVE_TRACE" not in os.environ, reason="PDSERVE_TRACE names a trace with hash_ids, in JSON lines"
-)
-def test_a_trace_is_followed_from_every_point() -> None:
-    """A page stands for each `hash_ids`; the pool is far smaller than the trace. A reader joins every 100 requests."""
-    sink = Collected()
-    memory = KVMemory(
-        hash_layout(1, num_layers=1), 4000, PageTable(4, 1000), 2, prefix_cache=True, recorder=CacheRecorder(sink)
-    )
-    namespace = KeyNamespace("w1", True, "l1", "float32", 1)
-    stream, readers = KVEventStream(namespace, GROUPS), list[Follower]()
-    with open(os.environ["PDSERVE_TRACE"]) as lines:
-        requests = [json.loads(line)["hash_ids"][:900] for line in lines][:4000]
-    for number, hash_ids in enumerate(requests):
-        tokens = token_bytes(hash_ids)
-        lease = memory.reserve_tokens(len(hash_ids), str(number), tokens, len(hash_ids))
-        assert lease is not None
-        memory.cache(lease, tokens, ending=True)
-        lease.drop("request")
-        memory.flush_changes()
-        batches = [batch for changes in sink.take() for batch in stream.apply(changes)]
-        if number % 100 == 0:
-            readers.append(Follower())
-            batches += stream.snapshot()
-        for batch in batches:
-            assert all(reader.take(batch.seq, batch.payload) for reader in readers)
-        if number % 500 == 499:
-            assert memory.pages.tree is not None
-            expected = hashes_of(memory.pages.tree, namespace)
-            assert all(reader.copy.blocks[0].keys() == expected for reader in readers)
-            readers = readers[-3:]
-    assert memory.pages.num_evicted > 10_000
-
-
-def hashes_of(tree: RadixTree, namespace: KeyNamespace) -> set[int]:
-    """Hashes of all pages of a tree, from its nodes."""
-    ends: dict[RadixNode, bytes] = {}
-    hashes: set[int] = set()
-    for node in tree.nodes():
-        assert node.parent is not None
-        chain = namespace.chain(ends.get(node.parent, namespace.root()), bytes(node.key))
-        ends[node] = chain[-1]
-        hashes.update(map(short_hash, chain))
-    return hashes
 
 
 def test_blocks_of_the_host_tier_have_a_medium_of_their_own_and_survive_a_clear_of_the_device() -> None:

@@ -34,7 +34,8 @@ class Cache:
 
     def __init__(self, stack: ExitStack, fields: str = LOCAL, dp_rank: int = 0) -> None:
         config = parsed(fields)
-        stream = KVEventStream(NAMESPACE, GROUPS, dp_rank=dp_rank, buffer_steps=config.buffer_steps)
+        kept, form = config.buffer_steps, config.wire_form
+        stream = KVEventStream(NAMESPACE, GROUPS, dp_rank=dp_rank, buffer_steps=kept, wire_form=form)
         self.publisher = KVEventPublisher(config, stream, dp_rank)
         stack.callback(self.publisher.close)
         self.recorder = CacheRecorder(self.publisher)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pdserve.http.docs_files import HEADERS
 from pdserve.router.config.config import RouterAccessConfig
 
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
@@ -77,5 +78,18 @@ def test_without_a_workers_document_the_routes_are_there(run_world: RunWorld, th
         check(told)
         assert told["security"] == [{"key": []}]
         assert {"/generate", "/workers", "/metrics", "/engine_metrics", "/"} <= told["paths"].keys()
+
+    run_world(scenario)
+
+
+def test_the_pages_that_show_the_document_need_no_key(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        worker = await world.worker("w")
+        async with world.router([], [worker], wait_key="k", access=RouterAccessConfig(api_key="k")) as url:
+            for path, status in (("/docs", 200), ("/docs/docs.js", 200), ("/docs/x", 404), ("/openapi.json", 401)):
+                async with world.session.get(url + path) as response:
+                    assert response.status == status, path
+                    if status == 200:
+                        assert response.headers["Content-Security-Policy"] == HEADERS["Content-Security-Policy"]
 
     run_world(scenario)

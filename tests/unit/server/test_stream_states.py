@@ -85,6 +85,27 @@ def test_a_stream_goes_on_where_it_broke_off(
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_a_prefill_server_answers_its_part_of_a_resumed_stream(
+    name: str, tokenizer: Tokenizer, long_context: None
+) -> None:
+    path, text, body = CALLS[name]
+
+    async def scenario() -> None:
+        async with bench(tokenizer, "prefill", reasoning_parser="qwen3", tool_call_parser="hermes") as b:
+            prior = token_ids(tokenizer, text)[:5]
+            b.scheduler.script = lambda request: token_ids(tokenizer, text)[:6]
+            room = {"bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 7, "stream": True}
+            resume: dict[str, Any] = {"head": {"id": "a"}, "token_ids": prior}
+            if path == "/generate" and body.get("return_logprob"):
+                resume["logprobs"] = [{"logprob": -0.5}] * len(prior)
+            answer = await b.http.post(path, json={**body, **room, RESUME_FIELD: resume})
+            assert answer.status_code == 200, answer.text
+            assert b.scheduler.requests[-1].prior_output_ids == prior
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     ("path", "body", "resume"),
     [
