@@ -24,7 +24,7 @@ from tests.tiny import Family
 from tests.unit.router.fake_kube import DECODE, PREFILL, FakeKube
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-SAMPLING = {"temperature": 0.8, "sampling_seed": 9, "max_new_tokens": 600, "ignore_eos": True}
+SAMPLING = {"temperature": 0.8, "sampling_seed": 9, "max_new_tokens": 400, "ignore_eos": True}
 
 
 class KubeThread:
@@ -105,10 +105,10 @@ def test_a_decode_pod_that_is_deleted_passes_its_requests_on_and_ends(cluster: C
         cluster.api.put(f"decode-{index}", f"127.0.0.{index}", DECODE)
     until(lambda: requests.get(f"{router}/readiness", timeout=30).status_code == 200, 60, "a pair is found")
     until(lambda: sum(one["is_healthy"] for one in cluster.workers().values()) == 3, 60, "all pods are workers")
-    prompts = [[5 + number] * 40 for number in range(6)]
+    prompts = [[5 + number] * 40 for number in range(4)]
     expected = [cluster.ask(prompt) for prompt in prompts]
     leaving = cluster.decodes[0]
-    with ThreadPoolExecutor(6) as pool:
+    with ThreadPoolExecutor(4) as pool:
         answers = [pool.submit(cluster.ask, prompt) for prompt in prompts]
         until(lambda: int(leaving.state()["num_running_reqs"]) >= 2, 60, "some run at the pod")
         # What Kubernetes does with a pod that is deleted: its object gets a time of deletion, its process SIGTERM.
