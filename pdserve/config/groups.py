@@ -361,6 +361,7 @@ class ServingConfig:
     strict_model_name: bool = flag(
         False, help="answer 404 to requests whose model is another name than served_model_name; else any name is served"
     )
+    enable_ollama_api: bool = flag(False, help="serve Ollama's API: /api/chat, /api/generate, /api/tags, /api/show")
     max_request_bytes: int = flag(32 << 20, help="maximum size of a request body in bytes")
     snapshot_max_gb: float = flag(
         4.0, help="maximum size of a request snapshot in GB (10^9 bytes), of /extract and /restore"

@@ -5,9 +5,10 @@ layer of server and router converts the bodies of error responses on the paths o
 
     OpenAI's      {"error": {message, type, param, code}, "object", "message", "type", "param", "code"}
     Anthropic's   {"type": "error", "error": {type, message, param, code}, "code": status, "request_id"}
+    Ollama's      {"error": message, "param", "error_code", "code": status}
 
-Anthropic's clients read `error.type` and `error.message`. The fields `param` and `code`, and the HTTP status as the
-outer `code`, are kept, because a router reads them.
+Anthropic's clients read `error.type` and `error.message`, Ollama's `error`. The field, the code, and the HTTP status as
+the outer `code` are kept: `inner_error` reads them from all three forms.
 """
 
 from __future__ import annotations
@@ -17,9 +18,22 @@ from typing import Any
 
 import orjson
 
-from pdserve.http.access import COUNT_TOKENS_PATH, MESSAGES_PATH
+from pdserve.http.access import (
+    COUNT_TOKENS_PATH,
+    MESSAGES_PATH,
+    OLLAMA_CHAT_PATH,
+    OLLAMA_GENERATE_PATH,
+    OLLAMA_SHOW_PATH,
+    OLLAMA_TAGS_PATH,
+    OLLAMA_VERSION_PATH,
+)
 
 ANTHROPIC_PATHS = frozenset({MESSAGES_PATH, COUNT_TOKENS_PATH})
+OLLAMA_PATHS = frozenset(
+    {OLLAMA_CHAT_PATH, OLLAMA_GENERATE_PATH, OLLAMA_TAGS_PATH, OLLAMA_SHOW_PATH, OLLAMA_VERSION_PATH}
+)
+CONVERTED_PATHS = ANTHROPIC_PATHS | OLLAMA_PATHS
+"""Paths whose errors have another form than OpenAI's."""
 ANTHROPIC_REQUEST_ID = "request-id"
 """Header in which Anthropic's clients look for the request id."""
 _ANTHROPIC_TYPES = {
@@ -48,12 +62,27 @@ def anthropic_error(error: Mapping[str, Any], request_id: str | None) -> dict[st
     return {"type": "error", "error": inner, "code": status, "request_id": request_id}
 
 
+def ollama_error(error: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert an error object in OpenAI's form to Ollama's."""
+    inner = error["error"]
+    fields = {"param": inner.get("param"), "error_code": inner.get("code"), "code": error["code"]}
+    return {"error": inner.get("message", ""), **fields}
+
+
+def inner_error(body: Any) -> dict[str, Any]:
+    """Return `message`, `param` and `code` of an error response in any form; empty if `body` has no known form."""
+    error = body.get("error") if isinstance(body, dict) else None
+    if isinstance(error, str):
+        return {"message": error, "param": body.get("param"), "code": body.get("error_code")}
+    return error if isinstance(error, dict) else {}
+
+
 def converted_error(path: str, data: bytes, request_id: str | None) -> bytes:
     """Return the body `data` of an error response in the form of the API at `path`.
 
     A body that is in this form already, or that is no error object in OpenAI's form, is returned unchanged.
     """
-    if path not in ANTHROPIC_PATHS:
+    if path not in CONVERTED_PATHS:
         return data
     try:
         error = orjson.loads(data)
@@ -62,11 +91,13 @@ def converted_error(path: str, data: bytes, request_id: str | None) -> bytes:
     is_openai = isinstance(error, dict) and isinstance(error.get("error"), dict) and isinstance(error.get("code"), int)
     if not is_openai or error.get("type") == "error":
         return data
-    return orjson.dumps(anthropic_error(error, request_id))
+    return orjson.dumps(ollama_error(error) if path in OLLAMA_PATHS else anthropic_error(error, request_id))
 
 
 def error_event(path: str, error: Mapping[str, Any], request_id: str | None) -> bytes:
     """Return the error event of a stream of the API at `path`. `error`: an object in OpenAI's form."""
     if path in ANTHROPIC_PATHS:
         return b"event: error\ndata: " + orjson.dumps(anthropic_error(error, request_id)) + b"\n\n"
+    if path in OLLAMA_PATHS:
+        return orjson.dumps(ollama_error(error)) + b"\n"
     return b"data: " + orjson.dumps(error) + b"\n\n"

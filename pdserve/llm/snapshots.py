@@ -71,7 +71,7 @@ class SnapshotCalls:
         """Continue a suspended request and return its whole output. It stays suspended until it has ended.
 
         Raises:
-            InvalidRequestError: no such request is suspended; otherwise as `restore`.
+            InvalidRequestError: no such request is suspended, or another call resumes it; otherwise as `restore`.
         """
         return self._call(self._resume(request_id))
 
@@ -143,8 +143,9 @@ class SnapshotCalls:
         await asyncio.to_thread(self._store.put, request_id, data)
 
     async def _resume(self, request_id: str) -> RequestOutput:
-        output = await self._restore(await asyncio.to_thread(self._store.get, request_id), "prefer")
-        self._store.drop(request_id)
+        with self._store.resuming(request_id):
+            output = await self._restore(await asyncio.to_thread(self._store.get, request_id), "prefer")
+            self._store.drop(request_id)
         return output
 
     async def _restore(self, data: bytes, rule: KVRule) -> RequestOutput:

@@ -16,7 +16,14 @@ import orjson
 from aiohttp import web
 
 import pdserve
-from pdserve.http.access import COUNT_TOKENS_PATH, GENERATING, BodyBudget
+from pdserve.http.access import (
+    COUNT_TOKENS_PATH,
+    GENERATING,
+    OLLAMA_SHOW_PATH,
+    OLLAMA_TAGS_PATH,
+    OLLAMA_VERSION_PATH,
+    BodyBudget,
+)
 from pdserve.observe.interval_stats import RouterStats, log_router_stats
 from pdserve.observe.tracing import open_tracing
 from pdserve.router.config.config import RouterConfig
@@ -56,11 +63,11 @@ from pdserve.router.workers.workers import Registry, Worker
 
 ASKED = (
     *("/v1/models", "/v1/models/{name:.+}", "/get_model_info", "/model_info"),
-    *("/get_weight_version", "/weight_version"),
+    *("/get_weight_version", "/weight_version", OLLAMA_TAGS_PATH, OLLAMA_VERSION_PATH),
 )
 ASKED_WITH_BODY = (
     *("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"),
-    *("/parse_function_call", "/separate_reasoning", COUNT_TOKENS_PATH),
+    *("/parse_function_call", "/separate_reasoning", COUNT_TOKENS_PATH, OLLAMA_SHOW_PATH),
 )
 COMMANDS = (
     *("/flush_cache", "/pause_generation", "/continue_generation", "/start_profile", "/stop_profile"),

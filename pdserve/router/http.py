@@ -41,7 +41,7 @@ from pdserve.http.access import (
 )
 from pdserve.http.credentials import authorization_of
 from pdserve.http.docs_files import is_docs_path
-from pdserve.http.error_forms import ANTHROPIC_PATHS, ANTHROPIC_REQUEST_ID, converted_error
+from pdserve.http.error_forms import ANTHROPIC_REQUEST_ID, CONVERTED_PATHS, converted_error
 from pdserve.http.errors import HttpRefusal
 from pdserve.observe.http_calls import CLIENT_GONE, log_access
 from pdserve.observe.tracing import CallSpan, Tracing
@@ -172,7 +172,7 @@ class Access:
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Like `_check`; an error is converted to the form of the API at the request's path."""
         response = await self._check(request, handler)
-        if request.path in ANTHROPIC_PATHS and response.status >= 400 and isinstance(response, web.Response):
+        if request.path in CONVERTED_PATHS and response.status >= 400 and isinstance(response, web.Response):
             body = response.body if isinstance(response.body, bytes) else b""
             response.body = converted_error(request.path, body, request[REQUEST_ID])
         return response
@@ -289,7 +289,7 @@ class Access:
             headers.setdefault(*NO_STORE)
         if REQUEST_ID in request:
             headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
-            if request.path in ANTHROPIC_PATHS:
+            if request.path in CONVERTED_PATHS:
                 headers[ANTHROPIC_REQUEST_ID] = request[REQUEST_ID]
         headers.update(self._rules.cors.response_headers(request.headers.get("Origin")))
 

@@ -19,7 +19,18 @@ from starlette.routing import Route
 from pdserve.base.proof import token_id
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.errors import EngineDeadError
-from pdserve.http.access import COUNT_TOKENS_PATH, GENERATING, MESSAGES_PATH, RESTORE_PATH, SNAPSHOT_TYPE
+from pdserve.http.access import (
+    COUNT_TOKENS_PATH,
+    GENERATING,
+    MESSAGES_PATH,
+    OLLAMA_CHAT_PATH,
+    OLLAMA_GENERATE_PATH,
+    OLLAMA_SHOW_PATH,
+    OLLAMA_TAGS_PATH,
+    OLLAMA_VERSION_PATH,
+    RESTORE_PATH,
+    SNAPSHOT_TYPE,
+)
 from pdserve.http.session_proof import CHALLENGE_PATH
 from pdserve.observe.interval_stats import log_server_stats
 from pdserve.observe.metrics import ServerMetrics
@@ -39,6 +50,9 @@ from pdserve.server.http.middleware import (
     RequestIdMiddleware,
 )
 from pdserve.server.migration_client import MigrateStreamBody, MigrationClient, TakeInBody
+from pdserve.server.ollama_api.facts import ollama_show, ollama_tags, ollama_version
+from pdserve.server.ollama_api.generation import ollama_chat, ollama_generate
+from pdserve.server.ollama_api.schemas import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
 from pdserve.server.openai.chat import chat_completions
 from pdserve.server.openai.completions import completions
 from pdserve.server.openai.responses.endpoint import responses
@@ -85,6 +99,9 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/responses": ResponsesBody,
     MESSAGES_PATH: MessagesBody,
     COUNT_TOKENS_PATH: MessagesBody,
+    OLLAMA_CHAT_PATH: OllamaChatBody,
+    OLLAMA_GENERATE_PATH: OllamaGenerateBody,
+    OLLAMA_SHOW_PATH: OllamaShowBody,
     "/generate": GenerateBody,
     "/tokenize": TokenizeBody,
     "/v1/tokenize": TokenizeBody,
@@ -244,6 +261,11 @@ ROUTES: tuple[tuple[str, str, str, Endpoint], ...] = (
     ("post_responses", "POST", "/v1/responses", responses),
     ("post_messages", "POST", MESSAGES_PATH, messages),
     ("post_count_tokens", "POST", COUNT_TOKENS_PATH, count_tokens),
+    ("post_ollama_chat", "POST", OLLAMA_CHAT_PATH, ollama_chat),
+    ("post_ollama_generate", "POST", OLLAMA_GENERATE_PATH, ollama_generate),
+    ("post_ollama_show", "POST", OLLAMA_SHOW_PATH, ollama_show),
+    ("get_ollama_tags", "GET", OLLAMA_TAGS_PATH, ollama_tags),
+    ("get_ollama_version", "GET", OLLAMA_VERSION_PATH, ollama_version),
     ("post_tokenize", "POST", "/tokenize", tokenize),
     ("post_tokenize", "POST", "/v1/tokenize", tokenize),
     ("post_detokenize", "POST", "/detokenize", detokenize),

@@ -7,10 +7,12 @@ which a thread may run.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import logging
 import os
 import pathlib
+import time
 from collections.abc import Iterator
 
 from pdserve.config.groups import ServerConfig
@@ -21,6 +23,8 @@ log = logging.getLogger(__name__)
 MAX_STORED = 1 << 16
 """Most suspended requests."""
 SUFFIX = ".pdsnap"
+LEFTOVER_S = 600.0
+"""Age of an unfinished file at which its writer has ended."""
 
 
 class SnapshotStore:
@@ -40,6 +44,7 @@ class SnapshotStore:
         if self._directory is not None:
             try:
                 self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                _remove_leftovers(self._directory)
             except OSError as error:
                 raise ConfigError(f"snapshot_dir: {error}", field="snapshot_dir") from error
 
@@ -136,18 +141,30 @@ class SnapshotStore:
 
     @contextlib.contextmanager
     def resuming(self, rid: str) -> Iterator[None]:
-        """Let one caller at a time resume `rid`.
+        """Let one caller at a time resume `rid`, also of the servers that share the directory.
 
         Raises:
             RequestError: 409, another call is resuming it.
         """
+        refused = RequestError(f"request {rid!r} is being resumed", field="rid", status=409, code="suspended")
         if rid in self._resuming:
-            raise RequestError(f"request {rid!r} is being resumed", field="rid", status=409, code="suspended")
+            raise refused
         self._resuming.add(rid)
+        file: int | None = None
         try:
+            if self._directory is not None and rid not in self._held:
+                with contextlib.suppress(FileNotFoundError):  # then `get` answers 404
+                    file = os.open(self._path(rid), os.O_RDONLY)
+            if file is not None:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise refused from None
             yield
         finally:
             self._resuming.discard(rid)
+            if file is not None:
+                os.close(file)
 
     def _path(self, rid: str) -> pathlib.Path:
         assert self._directory is not None
@@ -161,3 +178,11 @@ class SnapshotStore:
                 if entry.name.endswith(SUFFIX):
                     with contextlib.suppress(FileNotFoundError):
                         yield pathlib.Path(entry.path), entry.stat().st_size
+
+
+def _remove_leftovers(directory: pathlib.Path) -> None:
+    """Remove the files of servers that ended while they wrote a snapshot."""
+    for path in directory.glob("*.partial"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime > LEFTOVER_S:
+                path.unlink()

@@ -33,6 +33,8 @@ SOUND: dict[str, dict[str, Any]] = {
     "/v1/responses": {"model": "tiny", "input": "hello", "max_output_tokens": 3},
     "/v1/messages": {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3},
     "/v1/messages/count_tokens": {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]},
+    "/api/chat": {"messages": [{"role": "user", "content": "hello"}], "options": {"num_predict": 3}},
+    "/api/generate": {"prompt": "hello", "options": {"num_predict": 3}},
     "/tokenize": {"prompt": "hello"},
     "/detokenize": {"tokens": [5, 6]},
     "/v1/tokenize": {"prompt": "hello"},
@@ -54,6 +56,7 @@ def snapshot_bytes(_: schemathesis.SerializationContext, value: Any) -> bytes:
 @pytest.fixture(scope="module")
 def server(tiny_checkpoint: Callable[[Family], Path]) -> Iterator[Server]:
     flags = (
+        "--enable-ollama-api",
         "--served-model-name",
         "tiny",
         "--max-total-tokens",

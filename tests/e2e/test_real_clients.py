@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import ollama
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -38,7 +39,14 @@ def model(tiny_checkpoint: Callable[[Family], Path]) -> Path:
 @pytest.fixture(scope="module")
 def pair(model: Path) -> Iterator[Pair]:
     with running_pair(
-        str(model), "--served-model-name", "tiny", "--max-total-tokens", "8192", "--dtype", "float32"
+        str(model),
+        "--served-model-name",
+        "tiny",
+        "--max-total-tokens",
+        "8192",
+        "--dtype",
+        "float32",
+        "--enable-ollama-api",
     ) as it:
         yield it
 
@@ -136,6 +144,20 @@ def test_anthropic(pair: Pair) -> None:
         image: Any = {"type": "image", "source": {"type": "url", "url": "http://x"}}
         with pytest.raises(anthropic.BadRequestError, match="image"):
             client.messages.create(model="tiny", max_tokens=1, messages=[{"role": "user", "content": [image]}])
+    assert_idle(pair.prefill, pair.decode)
+
+
+def test_ollama(pair: Pair) -> None:
+    """The client, through the router."""
+    client = ollama.Client(host=pair.url)
+    options: Any = {"temperature": 0, "num_predict": 12}
+    messages = [{"role": "user", "content": "Tell me of pages."}]
+    whole = client.chat("tiny", messages, options=options)
+    assert whole.done_reason in ("stop", "length") and whole.eval_count is not None and whole.eval_count <= 12
+    parts = list(client.chat("tiny", messages, options=options, stream=True))
+    assert "".join(part.message.content or "" for part in parts) == whole.message.content
+    assert client.generate("tiny", "Tell me", raw=True, options=options).eval_count is not None
+    assert [model.model for model in client.list().models] == ["tiny"] and client.show("tiny").capabilities
     assert_idle(pair.prefill, pair.decode)
 
 

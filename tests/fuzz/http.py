@@ -93,6 +93,8 @@ SEEDS: tuple[tuple[str, dict[str, Any]], ...] = (
         },
     ),
     (f"{MESSAGES}/count_tokens", {"messages": _HELLO}),
+    ("/api/chat", {"messages": _HELLO, "options": {"num_predict": 3, "stop": ["x"]}, "think": "low", "tools": [_TOOL]}),
+    ("/api/generate", {"prompt": "hello", "format": _SCHEMA, "raw": True, "options": {"num_predict": 3}}),
     ("/tokenize", {"prompt": "hello", "add_special_tokens": True}),
     ("/tokenize", {"messages": _HELLO, "add_generation_prompt": True}),
     ("/detokenize", {"tokens": [5, 6]}),

@@ -71,14 +71,15 @@ def test_a_server_with_a_store_takes_requests_of_others() -> None:
 # ---------------------------------------------------------------------- a drain
 
 
-def drain_by_migration(num_streams: int) -> Counter[str]:
+def drain_by_migration(num_streams: int, num_new: int) -> Counter[str]:
     """All streams run at one decode server, which then drains while two others take them; what happened.
 
     Raises AssertionError when a stream has another token than the monolith's, was tried again, or ended at the server
     that drained, or ran there to its end after the drain had begun.
     """
-    prompts = [Prompt(tuple(range(i, i + 5 + i % 7)), 40) for i in range(num_streams)]
-    shape = Shape(num_pages=14 * num_streams, num_rows=num_streams, num_aux=32, chunk_tokens=64)
+    prompts = [Prompt(tuple(range(i, i + 5 + i % 7)), num_new) for i in range(num_streams)]
+    num_pages = num_streams * (4 + num_new // 4)
+    shape = Shape(num_pages=num_pages, num_rows=num_streams, num_aux=2 * num_streams, chunk_tokens=64)
     shape = dataclasses.replace(shape, decode_prefix_cache=True, host_ratio=0.5, storage="best_effort")
     faults = Faults(max_delay_s=0.2, drain_migrate=0.5)
     cluster = Cluster(7, shape, faults, Layout(prefills=1, decodes=3))
@@ -107,9 +108,9 @@ def drain_by_migration(num_streams: int) -> Counter[str]:
     return cluster.net.counts
 
 
-@pytest.mark.parametrize("num_streams", [24, pytest.param(200, marks=pytest.mark.slow)])
-def test_streams_leave_a_server_that_drains(num_streams: int) -> None:
-    counts = drain_by_migration(num_streams)
+@pytest.mark.parametrize(("num_streams", "num_new"), [(24, 40), pytest.param(200, 160, marks=pytest.mark.slow)])
+def test_streams_leave_a_server_that_drains(num_streams: int, num_new: int) -> None:
+    counts = drain_by_migration(num_streams, num_new)
     assert counts["migrations away from a draining server"] == num_streams
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import orjson
 
-from pdserve.http.access import BILLING_HEADER, CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH
+from pdserve.http.access import BILLING_HEADER, CHAT_PATH, MESSAGES_PATH, OLLAMA_CHAT_PATH, RESPONSES_PATH
 
 TOKENS_MARK = "\udfff"
 """A lone surrogate, which text from JSON does not contain; it marks prompts of token ids."""
@@ -48,7 +48,7 @@ def salt_of(body: Mapping[str, Any]) -> bytes:
 
 
 def _prompt_of(path: str, body: Mapping[str, Any]) -> str | None:
-    if path == CHAT_PATH:
+    if path in (CHAT_PATH, OLLAMA_CHAT_PATH):
         return _conversation(body.get("tools"), body.get("messages"))
     if path == RESPONSES_PATH:
         given = body.get("input")
@@ -117,7 +117,7 @@ def conversation_key(path: str, body: Mapping[str, Any], headers: Mapping[str, s
     for name in [*named, *(body.get(field) for field in KEY_FIELDS)]:
         if isinstance(name, str) and name:
             return ConversationKey(name.encode(errors="surrogatepass"), named=True)
-    if path == CHAT_PATH:
+    if path in (CHAT_PATH, OLLAMA_CHAT_PATH):
         opening = _chat_opening(body.get("messages"))
     elif path == MESSAGES_PATH:
         given = body.get("messages")

@@ -19,7 +19,15 @@ from typing import Any, Self
 
 import orjson
 
-from pdserve.http.access import CHAT_PATH, COMPLETIONS_PATH, GENERATE_PATH, MESSAGES_PATH, RESPONSES_PATH
+from pdserve.http.access import (
+    CHAT_PATH,
+    COMPLETIONS_PATH,
+    GENERATE_PATH,
+    MESSAGES_PATH,
+    OLLAMA_CHAT_PATH,
+    OLLAMA_GENERATE_PATH,
+    RESPONSES_PATH,
+)
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import MAX_ROOM
 from pdserve.router.workers.admission import own_failure
@@ -40,7 +48,7 @@ def batch_size(path: str, body: dict[str, Any]) -> int | None:
 
     Invalid types count as a single room: the worker refuses them.
     """
-    if path in (RESPONSES_PATH, MESSAGES_PATH):
+    if path in (RESPONSES_PATH, MESSAGES_PATH, OLLAMA_CHAT_PATH, OLLAMA_GENERATE_PATH):
         return None
     if path == CHAT_PATH:
         sequences = num_sequences(body)

@@ -328,10 +328,15 @@ async def _read(upstream: WorkerStream) -> bytes:
         raise worker_failed(f"the decode worker's answer ended early: {describe(error)}") from error
 
 
+_ENDS = {"text/event-stream": b"\n\n", "application/x-ndjson": b"\n"}
+"""The last bytes of an event, by the content type of a stream."""
+
+
 async def _end_broken(request: web.Request, response: web.StreamResponse, tail: bytes, failure: Failure) -> None:
     """End an incomplete answer: with an error event in a stream, otherwise by closing the connection."""
-    if response.content_type == "text/event-stream" and response.content_length is None:
-        gap = b"" if tail.endswith(b"\n\n") else b"\n\n"
+    if response.content_type in _ENDS and response.content_length is None:
+        end = _ENDS[response.content_type]
+        gap = b"" if tail.endswith(end) else end
         await response.write(gap + error_event(request.path, HttpRefusal.of(failure.error()).body, request[REQUEST_ID]))
         await response.write_eof()
     elif request.transport is not None:

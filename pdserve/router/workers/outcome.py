@@ -18,6 +18,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from pdserve.base.proof import PROOF_HEADER
 from pdserve.base.stream_state import STATE_HEADER
 from pdserve.http.credentials import authorization_of
+from pdserve.http.error_forms import inner_error
 from pdserve.http.worker_proof import WorkerProof
 from pdserve.protocol.failure import RUNNING_TIMEOUT, Failure
 from pdserve.router.config.config import RouterConfig
@@ -260,14 +261,12 @@ async def read_at_most(response: aiohttp.ClientResponse, max_bytes: int) -> byte
 
 
 def error_of(raw: bytes) -> tuple[str | None, str]:
-    """Return code and message of an error in OpenAI's form; (None, "") if the body has another form."""
+    """Return code and message of an error; (None, "") if the body has no known form."""
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError:
         return None, ""
-    error = body.get("error") if isinstance(body, dict) else None
-    if not isinstance(error, dict):
-        return None, ""
+    error = inner_error(body)
     code = error.get("code")
     return code if isinstance(code, str) else None, str(error.get("message", ""))
 

@@ -202,6 +202,9 @@ def scalar_or_list(value: Any, count: int, field: str, kinds: type | tuple[type,
     return values
 
 
+EVENTS = "text/event-stream"
+
+
 class ClientGoneError(Exception):
     """The client closed its connection before the response was ready."""
 
@@ -258,21 +261,23 @@ async def first_event(events: AsyncGenerator[bytes, None]) -> bytes:
     return await anext(events)
 
 
-async def stream_response(request: Request, events: AsyncGenerator[bytes, None], *, done: bytes = DONE) -> Response:
+async def stream_response(
+    request: Request, events: AsyncGenerator[bytes, None], *, done: bytes = DONE, media_type: str = EVENTS
+) -> Response:
     """Build the response that streams `events`, started once the first event is available; earlier errors are raised.
 
     `events` owns its generation and closes it when it ends or is closed. `done` is the last event.
     """
-    return EventStream(await until_disconnect(request, first_event(events)), events, done=done)
+    return EventStream(await until_disconnect(request, first_event(events)), events, done=done, media_type=media_type)
 
 
 class EventStream(Response):
     """Server-sent events; closes their source when the client disconnects. `done` is the last event."""
 
-    media_type = "text/event-stream"
-
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], *, done: bytes = DONE) -> None:
-        super().__init__(headers={"cache-control": "no-cache"})
+    def __init__(
+        self, first: bytes, events: AsyncGenerator[bytes, None], *, done: bytes = DONE, media_type: str = EVENTS
+    ) -> None:
+        super().__init__(headers={"cache-control": "no-cache"}, media_type=media_type)
         del self.headers["content-length"]
         self._first = first
         self._events = events

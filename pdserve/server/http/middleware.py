@@ -61,7 +61,7 @@ from pdserve.http.access import (
 )
 from pdserve.http.credentials import authorization_of
 from pdserve.http.docs_files import is_docs_path
-from pdserve.http.error_forms import ANTHROPIC_PATHS, ANTHROPIC_REQUEST_ID, converted_error
+from pdserve.http.error_forms import ANTHROPIC_REQUEST_ID, CONVERTED_PATHS, converted_error
 from pdserve.http.errors import HttpRefusal
 from pdserve.http.session_proof import CHALLENGE_PATH
 from pdserve.observe.http_calls import CLIENT_GONE, HttpMetrics, log_access, routing_key_of
@@ -380,7 +380,7 @@ class DrainGateMiddleware:
 
 
 class ErrorFormMiddleware:
-    """ASGI middleware: converts the errors of all inner layers on the paths of Anthropic's API to its form.
+    """ASGI middleware: converts errors of all inner layers on the paths of Anthropic's and Ollama's APIs to their form.
 
     It also adds the request id to the headers of all responses there.
     """
@@ -390,7 +390,7 @@ class ErrorFormMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if scope["type"] != "http" or scope["path"] not in ANTHROPIC_PATHS:
+        if scope["type"] != "http" or scope["path"] not in CONVERTED_PATHS:
             await self._app(scope, receive, send)
             return
         request_id = current_request_id() or ""

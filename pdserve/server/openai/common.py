@@ -23,7 +23,7 @@ from pdserve.protocol.messages import FinishReason
 from pdserve.server.context import ServerContext
 from pdserve.server.engine_client.live_requests import RequestOrigin, RequestState
 from pdserve.server.generation import Generation, GenerationUpdate, Resume, StreamStates
-from pdserve.server.http.json_http import collect, event, json_response, stream_response, until_disconnect
+from pdserve.server.http.json_http import EVENTS, collect, event, json_response, stream_response, until_disconnect
 from pdserve.server.openai.logprob_format import LARGE, prompt_tokens, vllm_prompt_logprobs
 from pdserve.server.request.intake import check_top_logprobs, num_prompt_tokens, resume_stream
 from pdserve.server.request.schemas import OpenAIBody
@@ -84,6 +84,8 @@ class GenerationCall(abc.ABC):
     id_prefix: str
     stream_end = DONE
     """The last event of a stream."""
+    media_type = EVENTS
+    """Content type of a stream."""
 
     def __init__(self, context: ServerContext, body: OpenAIBody, states: list[RequestState], n: int) -> None:
         """`states[p * n + j]` is output j of prompt p."""
@@ -132,7 +134,7 @@ class GenerationCall(abc.ABC):
         with generation.closed_on_error():
             if stream:
                 events = self._events(request, generation)
-                return await stream_response(request, events, done=self.stream_end)
+                return await stream_response(request, events, done=self.stream_end, media_type=self.media_type)
             # The router drops the answer of a prefill server, whose resume state may lack log probabilities.
             is_new = self._resume is None or self.context.mode == "prefill"
             before = None if is_new else self._before(generation)

@@ -30,6 +30,7 @@ from pdserve.base.log import SparingLog, no_request
 from pdserve.base.stream_state import ROLE_HEADER
 from pdserve.config.pairing_group import PrefillChoice
 from pdserve.errors import RequestError
+from pdserve.http.error_forms import inner_error
 from pdserve.http.session_proof import worker_key
 from pdserve.http.worker_proof import WorkerProof
 
@@ -296,8 +297,7 @@ def _error_of(server: PrefillServer, response: aiohttp.ClientResponse, raw: byte
         body = orjson.loads(raw)
     except orjson.JSONDecodeError:
         body = None
-    error = body.get("error") if isinstance(body, dict) else None
-    error = error if isinstance(error, dict) else {}
+    error = inner_error(body)
     message, field, code = error.get("message"), error.get("param"), error.get("code")
     after = response.headers.get("Retry-After", "")
     status = response.status

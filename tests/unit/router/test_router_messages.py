@@ -11,7 +11,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from pdserve.base.stream_state import MESSAGE_STOP, RESUME_FIELD, STATE_HEADER, EventState
-from pdserve.http.access import COUNT_TOKENS_PATH, MESSAGES_PATH
+from pdserve.http.access import COUNT_TOKENS_PATH, MESSAGES_PATH, OLLAMA_CHAT_PATH, OLLAMA_GENERATE_PATH
 from pdserve.router.config.config import RetryConfig, RouterAccessConfig
 from pdserve.router.policies.routing_keys import ConversationKey, conversation_key, prompt_of
 from pdserve.router.proxy.stream_retry import can_go_on
@@ -111,6 +111,28 @@ def test_keys_and_errors_in_the_form_of_the_api(run_world: RunWorld) -> None:
     run_world(scenario)
 
 
+def test_a_broken_stream_of_ollamas_api_ends_with_an_error_line(run_world: RunWorld) -> None:
+    async def cut(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        await response.prepare(request)
+        await response.write(b'{"response": "a", "done": false}\n{"resp')
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    async def scenario(world: Any) -> None:
+        prefill, decode = await world.worker("p"), await world.worker("d", cut)
+        async with world.router([prefill], [decode], retry=RETRY) as url:
+            async with world.session.post(url + OLLAMA_GENERATE_PATH, json={"prompt": "a"}) as response:
+                lines = (await response.read()).splitlines()
+            async with world.session.post(url + OLLAMA_GENERATE_PATH, data=b"[]") as response:
+                assert response.status == 400 and isinstance((await response.json())["error"], str)
+        assert len(lines) == 3 and json.loads(lines[-1])["error_code"] == "worker_failed"
+        assert isinstance(decode.bodies[0]["bootstrap_room"], int)
+
+    run_world(scenario)
+
+
 def test_prompts_and_conversations() -> None:
     blocks = [{"type": "text", "text": f"x-anthropic-billing-header: cch={i};"} for i in range(2)]
     rest = {"type": "text", "text": "You are"}
@@ -126,4 +148,6 @@ def test_prompts_and_conversations() -> None:
     for body in ({}, {"messages": "x"}, {"messages": []}, {"messages": [5], "metadata": 5, "system": [5]}):
         prompt_of(MESSAGES_PATH, body)
         conversation_key(MESSAGES_PATH, body, CIMultiDict())
+    assert prompt_of(OLLAMA_CHAT_PATH, BODY) is not None and prompt_of(OLLAMA_GENERATE_PATH, {"prompt": "a"}) == "a"
+    assert not can_go_on(OLLAMA_CHAT_PATH, STREAM)
     assert can_go_on(MESSAGES_PATH, STREAM) and not can_go_on(MESSAGES_PATH, BODY)

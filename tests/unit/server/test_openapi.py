@@ -55,6 +55,16 @@ GOOD: dict[str, list[dict[str, Any]]] = {
         for system in ("a", [{"type": "text", "text": "a"}])
     ],
     "/v1/messages/count_tokens": [{"messages": MESSAGES}],
+    "/api/chat": [
+        {
+            "messages": [{"role": "user", "content": "hi"}],
+            "tools": [TOOL],
+            "options": {"num_predict": 3},
+            "stream": False,
+        }
+    ],
+    "/api/generate": [{"prompt": "hi", "format": form, "think": True} for form in ("json", {"type": "object"})],
+    "/api/show": [{"model": "tiny"}],
     "/tokenize": [{"prompt": "a"}, {"prompt": ["a", "b"]}, {"messages": MESSAGES}],
     "/detokenize": [{"tokens": [5]}, {"tokens": [[5], [6, 7]]}],
     "/parse_function_call": [
@@ -70,7 +80,7 @@ GOOD: dict[str, list[dict[str, Any]]] = {
 
 
 async def test_every_route_that_reads_a_body_says_what_it_is(tokenizer: Tokenizer) -> None:
-    async with bench(tokenizer) as b:
+    async with bench(tokenizer, enable_ollama_api=True) as b:
         routes = [route for route in b.app.routes if isinstance(route, APIRoute)]
         posts = {route.path for route in routes if {"POST", "PUT"} & (route.methods or set())}
         for path in sorted(posts):
@@ -114,7 +124,7 @@ async def test_every_query_says_what_it_may_be_and_nothing_else_is_read(tokenize
 
 
 async def test_every_field_says_what_it_may_be_and_bodies_that_are_taken_are_allowed(tokenizer: Tokenizer) -> None:
-    async with bench(tokenizer, access=AccessConfig(api_key="k")) as b:
+    async with bench(tokenizer, access=AccessConfig(api_key="k"), enable_ollama_api=True) as b:
         headers = {"Authorization": "Bearer k"}
         document = (await b.http.get("/openapi.json", headers=headers)).json()
         assert document["security"] == [{"key": []}]

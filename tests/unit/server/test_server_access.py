@@ -26,7 +26,8 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 KEY, ROOT = "key-of-clients", "key-of-the-admin"
 GENERATE = {"text": "hi"}
 FACTS = {"/v1/models", "/v1/models/{name:path}", "/v1/loads", "/get_load", "/model_info", "/get_model_info",
-         "/server_info", "/get_server_info", "/weight_version", "/version", "/get_weight_version"}  # fmt: skip
+         "/server_info", "/get_server_info", "/weight_version", "/version", "/get_weight_version",
+         "/api/tags", "/api/version"}  # fmt: skip
 CLOSED = (
     ("POST", "/generate"), ("GET", "/v1/models"), ("GET", "/nowhere"), ("POST", "/flush_cache"),
     ("GET", "/openapi.json"), ("GET", "/get_server_info"), ("GET", "/observe"), ("OPTIONS", "/generate"),
@@ -34,6 +35,7 @@ CLOSED = (
 )  # fmt: skip
 PROBES = {"/health_pair"}
 PURE = {
+    "/api/show",
     "/v1/messages/count_tokens",
     "/tokenize",
     "/v1/tokenize",
