@@ -35,6 +35,7 @@ from pdserve.base.cpu_affinity import cores_of, share_cores
 from pdserve.base.env import CONTROL_TOKEN, WORKER_PROOF_KEY
 from pdserve.base.log import JsonLabel, TextLabel, setup_logging
 from pdserve.base.nice_scope import NiceScope, in_own_session, nice_scope
+from pdserve.base.plugins import POLICY_PLUGINS, plugin_names
 from pdserve.base.process import Child, ChildError, ServerReady, end_all
 from pdserve.base.startup_progress import ANNOUNCE, STARTING, parse_status
 from pdserve.base.status_block import StatusBlock
@@ -90,7 +91,7 @@ class LocalConfig:
     num_decode: int = 1
     router_host: str = LOOPBACK
     router_port: int = 8000
-    policy: PolicyName = "least_loaded"
+    policy: str = "least_loaded"
     cpu_threads: int | None = None
     cpu_pin: str | None = None
     log_dir: Path | None = None
@@ -325,7 +326,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--router-port", type=int, default=8000, help="0 picks a free one")
     add(
         "--policy",
-        choices=get_args(PolicyName),
+        choices=(*get_args(PolicyName), *plugin_names(POLICY_PLUGINS)),
         help=f"{POLICY_HELP}; default: the last where decode caches, else least_loaded",
     )
     for name, such in (("prefill", "--tp-size 2"), ("decode", "--tp-size 2"), ("router", "--queue-size 9")):

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages from outside `docs/`, and links to files of the repository.
+"""Hooks of mkdocs: pages from outside `docs/`, pages without a place, and links to files of the repository.
 
 The documents link to each other as files of the repository, so that they work where they lie. The site has the files of
 `OUTSIDE` as pages, too; `on_page_markdown` changes links to them to links within the site. A link to another file
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,24 @@ FENCE = re.compile(r"^(```|~~~).*?^\1[ ]*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^)\s]+)\)")
 TABLE_ROW = re.compile(r"^\|.*$", re.MULTILINE)
 CODE = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)")
+
+
+def on_config(config: MkDocsConfig, **_: Any) -> MkDocsConfig:
+    """Add the pages that the navigation does not list, under "More"."""
+    listed = set(listed_pages(config.nav or []))
+    pages = sorted(path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md"))
+    if more := [page for page in pages if page not in listed]:
+        config.nav = [*(config.nav or []), {"More": more}]
+    return config
+
+
+def listed_pages(entries: Any) -> Iterator[str]:
+    """Yield the paths of the pages in a part of the navigation."""
+    if isinstance(entries, str):
+        yield entries
+        return
+    for entry in entries.values() if isinstance(entries, dict) else entries:
+        yield from listed_pages(entry)
 
 
 def on_files(files: Files, *, config: MkDocsConfig, **_: Any) -> Files:

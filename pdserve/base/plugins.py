@@ -1,6 +1,6 @@
-"""Third parties' transports and KV stores: functions that installed packages register as entry points.
+"""Third parties' transports, KV stores, routing policies and model families, which installed packages register.
 
-[project.entry-points."pdserve.transports"]        # or "pdserve.kv_storage"
+[project.entry-points."pdserve.transports"]        # or "pdserve.kv_storage", ...
 mine = "my_package.transport:open_transport"
 """
 
@@ -16,6 +16,15 @@ TRANSPORT_PLUGINS = "pdserve.transports"
 """Group of `open_transport(host: str, options: TransportOptions) -> Transport`."""
 STORE_PLUGINS = "pdserve.kv_storage"
 """Group of `open_store(options: StorageOptions) -> Storage`."""
+POLICY_PLUGINS = "pdserve.router_policies"
+"""Group of `make_policy(config: PolicyConfig) -> Policy`."""
+FAMILY_PLUGINS = "pdserve.model_families"
+"""Group of `FAMILIES`, each a tuple of `Family`."""
+
+
+def plugin_names(group: str) -> list[str]:
+    """Return the names of the entry points of `group`, sorted. Imports nothing."""
+    return sorted({one.name for one in entry_points(group=group)})
 
 
 def check_name(field: str, name: str, built_in: Iterable[str], group: str) -> None:
@@ -24,7 +33,7 @@ def check_name(field: str, name: str, built_in: Iterable[str], group: str) -> No
     Raises:
         ConfigError: it is neither; names the flag of `field`, and the names that there are.
     """
-    names = {*built_in, *(one.name for one in entry_points(group=group))}
+    names = {*built_in, *plugin_names(group)}
     if name not in names:
         flag = field.replace("_", "-")
         raise ConfigError(f"--{flag} is {name!r}; there is {', '.join(sorted(names))}", field=field)

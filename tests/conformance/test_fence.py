@@ -18,10 +18,10 @@ import pytest
 
 from pdserve.transfer.registry import open_transport
 from pdserve.transfer.transport import Transport
-from tests.conformance.transport_kit import REGION_BYTES, Memory, Open, PeerFactory, Sender
+from tests.conformance.transport_kit import OTHERS, REGION_BYTES, Memory, Open, PeerFactory, Sender
 from tests.waiting import wait_until
 
-FENCED = ("mooncake", "nixl", "auto")
+FENCED = ("mooncake", "nixl", "auto", *OTHERS)
 """Those whose engines end what a peer writes. `auto` as to another host: by mooncake."""
 BOUND_S = 60.0
 OURS, FIRST, SECOND = 7, 101, 102

@@ -1,6 +1,6 @@
 """What every transport must do, whatever moves its bytes. All but `memory` run for real, to real child processes.
 
-A new transport joins by its name in `ENGINES`.
+A new transport joins by its name in `ENGINES`; one of another package by the variable PDSERVE_TEST_TRANSPORTS.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from pdserve.transfer.registry import open_transport
 from pdserve.transfer.transport import Copy, MemoryRegion, NotifyingTransport, Transport
 from pdserve.transfer.transports import nixl
 from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
-from tests.conformance.transport_kit import REGION_BYTES, LocalPeer, Memory, Open, PeerUnderTest, ProcessPeer
+from tests.conformance.transport_kit import OTHERS, REGION_BYTES, LocalPeer, Memory, Open, PeerUnderTest, ProcessPeer
 from tests.waiting import wait_until
 
 FAILURE_BOUND_S = 20.0
 LATE = 255
-ENGINES = ("mooncake", "nixl", "shm")
+ENGINES = ("mooncake", "nixl", "shm", *OTHERS)
 """Transports by the names that `open_transport` knows; each is tested to peers in processes of their own."""
 COMPOSED = ("auto",)
 """Made of those: tested where processes stop and die."""

@@ -25,6 +25,8 @@ from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
 
 READY_TIMEOUT_S = 60.0
 REGION_BYTES = 32 << 20
+OTHERS = tuple(os.environ.get("PDSERVE_TEST_TRANSPORTS", "").split())
+"""Transports of other packages, by the names of their entry points."""
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -72,7 +74,7 @@ class PeerFactory:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(root)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])},
         )
         stdout = self._process.stdout
         assert stdout is not None

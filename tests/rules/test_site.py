@@ -1,4 +1,4 @@
-"""The documents as a site: every page is in its navigation, it builds without a warning, and loads nothing foreign."""
+"""The documents as a site: its navigation is right, it builds without a warning, and loads nothing from other hosts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 LOADED = re.compile(r"""<(?:script|img|iframe|source)\b[^>]*\bsrc=["']?(https?:)?//|<link\b[^>]*rel=["']?(?:stylesheet|preload|preconnect|icon)["']?[^>]*href=["']?(?:https?:)?//""")  # fmt: skip  # noqa: E501
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT / "docs")))
-def test_every_page_is_in_the_navigation(path: Path) -> None:
+def test_the_navigation_lists_pages_that_exist_once() -> None:
     _, _, nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")
-    name = path.relative_to(ROOT / "docs").as_posix()
     listed = re.findall(r": ([\w/.-]+\.md)$", nav, re.MULTILINE)
-    assert listed.count(name) == 1, f"add {name} to the nav of mkdocs.yml, once"
+    assert len(listed) == len(set(listed))
+    of_docs = {path.relative_to(ROOT / "docs").as_posix() for path in PAGES}
+    assert {name for name in listed if name not in of_docs and not (ROOT / name).exists()} == set()
 
 
 @pytest.mark.slow

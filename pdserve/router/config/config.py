@@ -119,7 +119,8 @@ POLICY_HELP = (
     "how servers are chosen for a request: cache_aware (the server with the longest cached prefix, unless loads are "
     "imbalanced), least_loaded, power_of_two (the less loaded of two random servers), round_robin, random, or "
     "consistent_hashing (a conversation stays on one server; its key is header X-SMG-Routing-Key or X-Session-ID, "
-    "field session_params.id, conversation, prompt_cache_key or user, else the start of its prompt)"
+    "field session_params.id, conversation, prompt_cache_key or user, else the start of its prompt); or the name of an "
+    "entry point of the group pdserve.router_policies"
 )
 
 
@@ -235,9 +236,11 @@ class LimitConfig:
 class PolicyConfig:
     """Policies by role and their parameters; names and defaults are those of sglang-router."""
 
-    policy: PolicyName = "cache_aware"
-    prefill_policy: PrefillPolicyName | None = None
-    decode_policy: PolicyName | None = None
+    policy: str = "cache_aware"
+    """A `PolicyName`, or the name of an entry point of the group `pdserve.router_policies`."""
+    prefill_policy: str | None = None
+    """As `policy`, or `bucket`; None: that of `policy`. So is `decode_policy`."""
+    decode_policy: str | None = None
     cache_threshold: float = 0.3
     balance_abs_threshold: float = 64
     balance_rel_threshold: float = 1.5
@@ -245,7 +248,7 @@ class PolicyConfig:
     max_tree_size: int = 1 << 26
     bucket_adjust_interval_s: float = 5.0
 
-    def of(self, role: WorkerRole) -> PrefillPolicyName:
+    def of(self, role: WorkerRole) -> str:
         """Return the policy that chooses among the workers of a role."""
         own = {
             WorkerRole.PREFILL: self.prefill_policy,

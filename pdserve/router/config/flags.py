@@ -12,6 +12,7 @@ from typing import NoReturn, get_args
 
 from pdserve.base.env import CONTROL_TOKEN, WORKER_PROOF_KEY, control_token, worker_proof_secret
 from pdserve.base.hosts import server_url
+from pdserve.base.plugins import POLICY_PLUGINS, plugin_names
 from pdserve.base.proof import MacKey
 from pdserve.config.cli import no_such_flag
 from pdserve.errors import ConfigError
@@ -90,7 +91,7 @@ def _add_workers(group: Group) -> None:
 
 def _add_policies(group: Group) -> None:
     add, own = group.add_argument, DEFAULTS.policies
-    given = (*POLICIES, *POLICY_ALIASES)
+    given = (*POLICIES, *POLICY_ALIASES, *plugin_names(POLICY_PLUGINS))
     shown = f"{{{','.join(POLICIES)}}}"
     add("--policy", choices=given, metavar=shown, default=own.policy, help=POLICY_HELP)
     text = "replaces --policy for prefill servers; bucket: prompts of similar length go to one server"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from pdserve.router.config.config import PolicyConfig, WorkerRole
+from typing import get_args
+
+from pdserve.base.plugins import POLICY_PLUGINS, load_plugin
+from pdserve.errors import ConfigError
+from pdserve.router.config.config import PolicyConfig, PrefillPolicyName, WorkerRole
 from pdserve.router.policies.basic import (
     Bucket,
     Candidate,
@@ -20,8 +24,13 @@ __all__ = ["Candidate", "Policy", "RoutedRequest", "make_policy"]
 
 
 def make_policy(config: PolicyConfig, role: WorkerRole) -> Policy:
-    """Make a new policy for the workers of one role."""
-    match config.of(role):
+    """Make a new policy for the workers of one role.
+
+    Raises:
+        ConfigError: the policy is of another package, which cannot be loaded or makes something else.
+    """
+    name = config.of(role)
+    match name:
         case "random":
             return RandomChoice()
         case "round_robin":
@@ -36,3 +45,13 @@ def make_policy(config: PolicyConfig, role: WorkerRole) -> Policy:
             return Bucket(config)
         case "consistent_hashing":
             return ConsistentHashing()
+        case _:
+            return _of_package(name, config)
+
+
+def _of_package(name: str, config: PolicyConfig) -> Policy:
+    policy = load_plugin("policy", name, get_args(PrefillPolicyName), POLICY_PLUGINS)(config)
+    if not isinstance(policy, Policy):
+        text = f"--policy {name}: its package made a {type(policy).__name__}, expected a Policy"
+        raise ConfigError(text, field="policy")
+    return policy
