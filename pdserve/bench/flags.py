@@ -97,6 +97,8 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
     add("--label", help="name of the service in the results; by default its backend")
     add("--metadata", nargs="+", default=[], metavar="KEY=VALUE", help="further fields of the results")
     add("--output-json", type=Path, metavar="FILE", help="write all runs to one file")
+    add("--output-html", type=Path, metavar="FILE", help="write a report with charts, in one file without scripts")
+    add("--output-png", type=Path, metavar="FILE", help="write the charts as an image (pip install 'pdserve[bench]')")
     add("--save-result", action="store_true", help="write a file for each run, with the fields of vllm bench serve")
     add("--save-detailed", action="store_true", help="the results have the values of each request")
     add("--result-dir", type=Path, metavar="DIR", help="where --save-result writes (.)")

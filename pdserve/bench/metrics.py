@@ -27,6 +27,7 @@ METRICS = {
 SLO_METRICS = ("ttft", "ttst", "tpot", "e2el")
 PERCENTILES = (50.0, 90.0, 95.0, 99.0)
 MAX_ERRORS_SHOWN = 10
+TIMELINE_BUCKETS = 60
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -117,6 +118,8 @@ def summarize(
         "total_token_throughput": (total_input + total_output) / duration_s,
         "max_output_tokens_per_s": peak_tokens_per_s(good),
         "max_concurrent_requests": peak_concurrency(records),
+        "timeline": timeline(records, duration_s),
+        "distributions_ms": {name: distribution_ms(metric_values_s(good, name)) for name in metrics},
         "output_tokens_counted_by": sorted({record.counted_by for record in good}),
         "error_kinds": dict(collections.Counter(record.error_kind for record in failed).most_common()),
         "error_messages": sorted({f"{record.error_kind}: {record.error}" for record in failed})[:MAX_ERRORS_SHOWN],
@@ -157,6 +160,29 @@ def peak_concurrency(records: Sequence[BenchRecord]) -> int:
         running += change
         peak = max(peak, running)
     return peak
+
+
+def distribution_ms(values_s: Sequence[float]) -> list[float]:
+    """Return the percentiles 0 to 100 in milliseconds; nothing of no values."""
+    ordered = sorted(values_s)
+    return [percentile(ordered, percent) * 1e3 for percent in range(101)] if ordered else []
+
+
+def timeline(records: Sequence[BenchRecord], duration_s: float) -> Json:
+    """Return events with text, and the mean number of requests in flight, in `TIMELINE_BUCKETS` equal parts of the run.
+
+    `bucket_s`: seconds of a part.
+    """
+    size = max(duration_s / TIMELINE_BUCKETS, 1e-9)
+    tokens, busy = [0] * TIMELINE_BUCKETS, [0.0] * TIMELINE_BUCKETS
+    for record in records:
+        for at in record.arrivals_s:
+            tokens[min(TIMELINE_BUCKETS - 1, int((record.start_s + at) / size))] += 1
+        end = record.start_s + record.end_s
+        for index in range(int(record.start_s / size), min(TIMELINE_BUCKETS, int(end / size) + 1)):
+            inside = min(end, (index + 1) * size) - max(record.start_s, index * size)
+            busy[index] += max(0.0, inside) / size
+    return {"bucket_s": size, "output_tokens": tokens, "in_flight": [round(value, 3) for value in busy]}
 
 
 def detailed(records: Sequence[BenchRecord]) -> Json:

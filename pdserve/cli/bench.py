@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pdserve import __version__
-from pdserve.bench import flags, text_report
+from pdserve.bench import flags, html_report, text_report
 from pdserve.bench.campaign import BenchPlan, BenchProgress, BenchService, Campaign, LoadPoint, wait_ready
 from pdserve.bench.client import BenchClient, BenchRecord, BenchTarget
 from pdserve.bench.datasets import make_sessions
@@ -175,6 +175,10 @@ def save(args: argparse.Namespace, report: Json) -> None:
     """Write the files that the flags ask for. Raises ConfigError for a file that cannot be written."""
     if args.output_json is not None:
         write(args.output_json, json.dumps(report, indent=2, allow_nan=False) + "\n", "--output-json")
+    if args.output_html is not None:
+        write(args.output_html, html_report.page(report), "--output-html")
+    if args.output_png is not None:
+        write(args.output_png, html_report.png(report), "--output-png")
     if args.save_result:
         folder = args.result_dir or Path()
         for result in report["results"]:
@@ -185,11 +189,11 @@ def save(args: argparse.Namespace, report: Json) -> None:
             write(folder / name.replace("/", "_"), json.dumps(result, allow_nan=False) + "\n", "--result-dir")
 
 
-def write(path: Path, text: str, flag: str) -> None:
+def write(path: Path, content: str | bytes, flag: str) -> None:
     """Write a file and say so."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
     except OSError as error:
         field = flag.strip("-").replace("-", "_")
         raise ConfigError(f"{flag} {path}: cannot be written: {error}", field=field) from error

@@ -232,10 +232,10 @@ PAGES = {
                 ("Prompts", ("--dataset-name", "--dataset-path", "--random-input-len", "--random-output-len",
                              "--random-range-ratio", "--tokenizer", "--ignore-eos", "--seed")),
                 ("Figures", ("--goodput", "--search-goodput", "--metric-percentiles")),
-                ("Results", ("--output-json", "--save-result", "--result-dir", "--label")),
+                ("Results", ("--output-json", "--output-html", "--output-png", "--save-result", "--label")),
             ),
             examples=(
-                "pdserve bench --random-input-len 256 --random-output-len 64 --request-rate 1 2 4 --output-json o.json",
+                "pdserve bench --random-input-len 256 --random-output-len 64 --request-rate 1 2 4 --output-html o.html",
                 "pdserve bench --base-url http://a:8000 --compare http://b:8000 --max-concurrency 8 --num-rounds 3",
                 "pdserve bench --dataset-name mooncake --dataset-path trace.jsonl --goodput ttft:500 tpot:50",
             ),
