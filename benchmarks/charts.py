@@ -24,7 +24,7 @@ if __package__ in (None, ""):  # run by its path: `benchmarks` and `pdserve` lie
 
 from benchmarks import report
 from benchmarks.report import Spread, spread_of
-from benchmarks.svg import Svg, nice_top
+from pdserve.bench.svg import Svg, nice_top
 
 IMAGES = report.ROOT / "docs" / "images"
 SYSTEMS = {

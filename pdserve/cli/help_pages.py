@@ -21,6 +21,7 @@ COMMANDS = {
     "serve": ("MODEL [flags]", "one server: both halves of a request, or one with --disaggregation-mode"),
     "router": ("[flags]", "the router before servers that run already"),
     "chat": ("[flags] [MESSAGE]", "talk to a running service in the terminal"),
+    "bench": ("[flags]", "load on any OpenAI endpoint: latencies, throughput, goodput, comparison of two services"),
     "top": ("[URL]", "servers, queues, KV memory and rates of a deployment, live in the terminal"),
     "doctor": ("[URL] [--json]", "what is wrong with a deployment, where, and how to correct it"),
     "support-bundle": ("[URL] -o FILE", "a .tar.gz with state and metrics of a deployment, without keys, for reports"),
@@ -47,6 +48,7 @@ Serve a model on several machines
 
 Use a running service
 {{chat}}
+{{bench}}
 
 Look after a service
 {{top}}
@@ -220,6 +222,22 @@ PAGES = {
             examples=(
                 "pdserve router --pd-disaggregation --prefill http://10.0.0.4:30000 8998 --decode http://10.0.0.5:30000",
                 "pdserve router --worker-urls http://10.0.0.4:30000 http://10.0.0.5:30000",
+            ),
+        ),
+        Page(
+            command="bench",
+            tasks=(
+                ("Service", ("--base-url", "--endpoint", "--backend", "--model", "--api-key", "--compare")),
+                ("Load", ("--num-prompts", "--request-rate", "--burstiness", "--max-concurrency", "--num-rounds")),
+                ("Prompts", ("--dataset-name", "--dataset-path", "--random-input-len", "--random-output-len",
+                             "--random-range-ratio", "--tokenizer", "--ignore-eos", "--seed")),
+                ("Figures", ("--goodput", "--search-goodput", "--metric-percentiles")),
+                ("Results", ("--output-json", "--output-html", "--output-png", "--save-result", "--label")),
+            ),
+            examples=(
+                "pdserve bench --random-input-len 256 --random-output-len 64 --request-rate 1 2 4 --output-html o.html",
+                "pdserve bench --base-url http://a:8000 --compare http://b:8000 --max-concurrency 8 --num-rounds 3",
+                "pdserve bench --dataset-name mooncake --dataset-path trace.jsonl --goodput ttft:500 tpot:50",
             ),
         ),
     )

@@ -3,7 +3,7 @@
     serve MODEL [flags]     launch_server --model-path MODEL [flags]
     pair MODEL [flags]      launch_local --model-path MODEL [flags]
     router [flags]          launch_router [flags]
-    chat, top, doctor, support-bundle, env, completion      modules of this package
+    chat, bench, top, doctor, support-bundle, env, completion      modules of this package
 
 `--help` of a command prints its help page; `--help=all` prints every flag.
 """
@@ -136,6 +136,12 @@ def _chat(words: list[str]) -> int:
     return chat(words)
 
 
+def _bench(words: list[str]) -> int:
+    from pdserve.cli.bench import main as bench
+
+    return bench(words)
+
+
 def _env(words: list[str]) -> int:
     from pdserve.cli.environment import main as environment
 
@@ -175,6 +181,7 @@ RUN: dict[str, Callable[[list[str]], int]] = {
     "serve": _serve,
     "router": _router,
     "chat": _chat,
+    "bench": _bench,
     "top": _top,
     "doctor": _doctor,
     "support-bundle": _support_bundle,
@@ -186,6 +193,7 @@ PARSERS = {
     "serve": ("pdserve.config.cli", "build_parser"),
     "router": ("pdserve.router.config.flags", "make_parser"),
     "chat": ("pdserve.cli.chat", "make_parser"),
+    "bench": ("pdserve.cli.bench", "make_parser"),
     "top": ("pdserve.cli.top", "make_parser"),
     "doctor": ("pdserve.cli.doctor", "make_parser"),
     "support-bundle": ("pdserve.cli.support_bundle", "make_parser"),

@@ -160,6 +160,7 @@ COMMANDS = frozenset(
         "/load_lora_adapter",
         "/unload_lora_adapter",
         "/observe",
+        "/observe/history",
     }
 )
 """Admin paths of servers and router: they affect other clients, or show requests of other clients."""

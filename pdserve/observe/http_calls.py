@@ -128,7 +128,15 @@ class RoutingKeyCollector(Collector):
 POLLED_PATHS = frozenset(
     {
         *("/health", "/health_generate", "/health_pair", "/ready", "/readiness", "/liveness"),
-        *("/metrics", "/engine_metrics", "/get_load", "/v1/loads", "/control_challenge", "/observe"),
+        *(
+            "/metrics",
+            "/engine_metrics",
+            "/get_load",
+            "/v1/loads",
+            "/control_challenge",
+            "/observe",
+            "/observe/history",
+        ),
     }
 )
 """Paths that programs poll."""

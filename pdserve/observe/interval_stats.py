@@ -43,6 +43,15 @@ class LatencyBuckets:
         """Count a duration `count` times. Durations below a microsecond count as one."""
         self._counts[math.floor(math.log(max(seconds, 1e-6)) / _GROWTH)] += count
 
+    def merge(self, other: LatencyBuckets) -> None:
+        """Add the durations of `other`."""
+        self._counts.update(other._counts)
+
+    @property
+    def count(self) -> int:
+        """The number of durations."""
+        return self._counts.total()
+
     def quantile(self, share: float) -> float | None:
         """Return the duration in seconds that `share` of all durations do not exceed; None without durations."""
         rank = share * self._counts.total()

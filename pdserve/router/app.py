@@ -24,12 +24,14 @@ from pdserve.http.access import (
     OLLAMA_VERSION_PATH,
     BodyBudget,
 )
+from pdserve.observe.history import PATH as HISTORY_PATH
 from pdserve.observe.interval_stats import RouterStats, log_router_stats
 from pdserve.observe.tracing import open_tracing
 from pdserve.router.config.config import RouterConfig
+from pdserve.router.dashboard.history import RouterHistory
 from pdserve.router.dashboard.observe import PATH as OBSERVE_PATH
 from pdserve.router.dashboard.observe import Observer
-from pdserve.router.dashboard.page_files import PageFiles
+from pdserve.router.dashboard.page import DashboardPage
 from pdserve.router.discovery.kube_api import KubeAccess, KubeApi
 from pdserve.router.discovery.pods import PodDiscovery, PodWorkers
 from pdserve.router.http import (
@@ -112,15 +114,17 @@ class RouterApp:
         self._migrator = Migrator(config, self.registry, self.admission, session, self.metrics, self._drain, rng)
         self._replication = PrefixReplication(config, self.registry, session, rng)
         self._observer = Observer(config, self.registry, self.admission, session)
+        self.history = RouterHistory(self._observer, self.admission)
         self._engine_metrics = EngineMetrics(config, self.registry, session, self.admission.now)
         self._openapi = OpenApi(self._fanout, FORWARDED, self.routes, with_keys=config.access.keys.some)
-        self._page = PageFiles()
+        self._page = DashboardPage()
         self._stats = RouterStats()
         self._background: list[asyncio.Task[None]] = []
         endpoint = config.otlp_traces_endpoint
         self._tracing = None if endpoint is None else open_tracing("router", "", endpoint)
         self._handler = GenerateHandler(
-            config, dispatcher, self.admission, self.metrics, self._stats, bodies, self._drain, self._tracing
+            *(config, dispatcher, self.admission, self.metrics, self._stats, self.history.history, bodies),
+            *(self._drain, self._tracing),
         )
         for spec in config.workers:
             self.registry.add(spec)
@@ -131,6 +135,7 @@ class RouterApp:
         self.registry.on_added.append(self.health.watch)
         self.registry.on_forgotten.append(self._forget)
         self._background.append(asyncio.create_task(self._tick()))
+        self._background.append(asyncio.create_task(self.history.run()))
         if self._config.log_stats_interval_s:
             stats = log_router_stats(self._stats, self._gauges, self._config.log_stats_interval_s)
             self._background.append(asyncio.create_task(stats))
@@ -242,6 +247,7 @@ class RouterApp:
             web.get(OPENAPI_PATH, self._openapi.get),
             *self._openapi.page_routes(),
             web.get(OBSERVE_PATH, self._observer.get),
+            web.get(HISTORY_PATH, self.history.get),
             *self._page.routes(),
         ]
 

@@ -16,6 +16,7 @@ from aiohttp import web
 from pdserve.http.docs_files import DOCS_FILES, DOCS_PATH, INDEX, read_docs_files
 from pdserve.http.errors import ErrorAnswer
 from pdserve.http.openapi import json_content, openapi_document, openapi_operation
+from pdserve.observe.history import PATH as HISTORY_PATH
 from pdserve.router.http import json_response
 from pdserve.router.proxy.migration import PATH as MIGRATE_PATH
 from pdserve.router.proxy.migration import MoveBody
@@ -39,6 +40,7 @@ QUERIES = {
     ("DELETE", "/workers/{name}"): ("force",),
     ("POST", "/add_worker"): ("url", "worker_type", "bootstrap_port", "api_key"),
     ("POST", "/remove_worker"): ("url",),
+    ("GET", HISTORY_PATH): ("seconds", "since", "worker"),
 }
 GOOD = {
     ("POST", "/workers"): "202",

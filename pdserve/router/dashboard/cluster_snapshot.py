@@ -39,6 +39,16 @@ class HeldSnapshot(msgspec.Struct, frozen=True):
     send: int = 0
 
 
+class TierSnapshot(msgspec.Struct, frozen=True):
+    """KV in host memory (tokens), and the traffic of the store: totals in bytes. None: the server has no such tier."""
+
+    host_used: int | None = None
+    host_max: int | None = None
+    store: str | None = None
+    store_read_bytes: float | None = None
+    store_written_bytes: float | None = None
+
+
 class StateSnapshot(msgspec.Struct, frozen=True):
     """State of a scheduler."""
 
@@ -50,6 +60,7 @@ class StateSnapshot(msgspec.Struct, frozen=True):
     tokens: TokensSnapshot = TokensSnapshot()
     pages: PagesSnapshot = PagesSnapshot()
     pages_held: HeldSnapshot = HeldSnapshot()
+    tiers: TierSnapshot = TierSnapshot()
     failures: dict[str, int] = {}
 
 

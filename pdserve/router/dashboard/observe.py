@@ -1,6 +1,7 @@
 """`GET /observe`: a snapshot of the whole deployment for the dashboard. Queries servers and adds the router's state.
 
-    requests for /observe ──> at most one round a second, none without requests ──> GET /observe of every healthy worker
+    requests for /observe ──> at most one round a second ──> GET /observe of every healthy worker
+    history ──> a round every five seconds ──> the same
 
 A slow worker delays no answer: after `PATIENCE_S` its previous answer is shown, and the new one in the next snapshot.
 Created by `app`; `cluster_snapshot` merges the answers.
@@ -34,6 +35,8 @@ ASK_TIMEOUT_S = 3.0
 """Timeout of a query; longer than a server waits for its schedulers."""
 KEEP_S = 10.0
 """How long the last answer of a worker is shown that no longer answers."""
+REFUSED_S = 60.0
+"""Seconds after which the history queries a worker again that has no `/observe`, or refuses the router's key."""
 MAX_ANSWER_BYTES = 8 << 20
 PATH = "/observe"
 
@@ -48,6 +51,8 @@ class WorkerObservation:
     endpoints: tuple[str, ...] = ()
     """Control endpoints in the last answer; kept, because peers still report transfers with them."""
     query: asyncio.Task[None] | None = None
+    refused_at: float | None = None
+    """When the worker last answered with a 4xx; None: it has answered well since."""
 
 
 class Observer:
@@ -68,18 +73,20 @@ class Observer:
 
     async def get(self, request: web.Request) -> web.Response:
         """Return a snapshot of the deployment, at most a second old; docs/router.md lists its fields."""
-        now = self._admission.now()
-        if self._asked_at is None or now - self._asked_at >= INTERVAL_S:
-            self._asked_at = now
-            self._shown = None
-            self._ask_all()
-        running = [observation.query for observation in self._observations.values() if observation.query is not None]
-        if running:
-            await asyncio.wait(running, timeout=max(0.0, self._asked_at + PATIENCE_S - now))
+        await self._refresh()
         if self._shown is None:
             self._shown = orjson.dumps(self._snapshot())
         headers = {"Cache-Control": "no-store"}
         return web.Response(body=self._shown, content_type="application/json", headers=headers)
+
+    async def answers(self) -> dict[Worker, ObserveReply | None]:
+        """Return the last answer of each worker, at most `INTERVAL_S` old where it answers; None: it has none."""
+        await self._refresh(spares_silent=True)
+        now = self._admission.now()
+        return {
+            worker: self._current(worker, self._observations.get(worker, WorkerObservation()), now)
+            for worker in self._registry.workers
+        }
 
     async def close(self) -> None:
         """Cancel all running queries."""
@@ -88,9 +95,24 @@ class Observer:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _ask_all(self) -> None:
+    async def _refresh(self, *, spares_silent: bool = False) -> None:
+        """Query all workers if the last round is `INTERVAL_S` old, and wait for the answers, `PATIENCE_S` at most."""
+        now = self._admission.now()
+        if self._asked_at is None or now - self._asked_at >= INTERVAL_S:
+            self._asked_at = now
+            self._shown = None
+            self._ask_all(spares_silent=spares_silent)
+        running = [observation.query for observation in self._observations.values() if observation.query is not None]
+        if running:
+            await asyncio.wait(running, timeout=max(0.0, self._asked_at + PATIENCE_S - now))
+
+    def _ask_all(self, *, spares_silent: bool) -> None:
+        """Query the healthy workers. `spares_silent`: those that have no `/observe`, or refuse the key, only rarely."""
+        now = self._admission.now()
         for worker in self._registry.workers:
             observation = self._observations.setdefault(worker, WorkerObservation())
+            if spares_silent and observation.refused_at is not None and now - observation.refused_at < REFUSED_S:
+                continue
             if worker.healthy and observation.query is None:
                 observation.query = asyncio.create_task(self._ask(worker, observation))
                 observation.query.add_done_callback(self._ended(observation))
@@ -111,6 +133,8 @@ class Observer:
             async with self._session.get(url, timeout=timeout, headers=headers, allow_redirects=False) as response:
                 if response.status != 200:
                     observation.error = f"GET {PATH} answered {response.status}"
+                    if 400 <= response.status < 500:
+                        observation.refused_at = self._admission.now()
                     return
                 answer = parse_answer(await read_at_most(response, MAX_ANSWER_BYTES))
         except TimeoutError:
@@ -120,7 +144,7 @@ class Observer:
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             observation.error = f"GET {PATH} gave an invalid answer: {error}"
         else:
-            observation.answer, observation.error = answer, None
+            observation.answer, observation.error, observation.refused_at = answer, None, None
             observation.endpoints = tuple(answer.endpoints) or observation.endpoints
             observation.answered_at = self._admission.now()
 

@@ -22,6 +22,7 @@ from pdserve.errors import RequestError
 from pdserve.http.access import LARGE_BODY_BYTES, BodyBudget
 from pdserve.http.error_forms import error_event
 from pdserve.http.errors import HttpRefusal
+from pdserve.observe.history import CallMeter, History
 from pdserve.observe.interval_stats import RouterStats
 from pdserve.observe.tracing import Tracing
 from pdserve.protocol.failure import Failure
@@ -101,6 +102,7 @@ class GenerateHandler:
         admission: Admission,
         metrics: RouterMetrics,
         stats: RouterStats,
+        history: History,
         bodies: BodyBudget,
         drain: Drain,
         tracing: Tracing | None,
@@ -110,6 +112,7 @@ class GenerateHandler:
         self._admission = admission
         self._metrics = metrics
         self._stats = stats
+        self._history = history
         self._bodies = bodies
         self._drain = drain
         self._tracing = tracing
@@ -120,10 +123,11 @@ class GenerateHandler:
         if self._drain.closed:
             return self._refuse(request)
         self._stats.begun()
+        meter = self._history.meter(begun)
         failed = True
         try:
             with self._drain.call():
-                response = await self._traced(request, begun)
+                response = await self._traced(request, begun, meter)
             failed = response.status >= 500
         except (asyncio.CancelledError, ConnectionError):
             failed = False
@@ -132,6 +136,7 @@ class GenerateHandler:
             raise
         finally:
             self._stats.ended(self._admission.now() - begun, failed=failed)
+            meter.ended(failed=failed)
         self._metrics.requests.labels(request.path, str(response.status)).inc()
         self._metrics.request_seconds.labels(request.path).observe(self._admission.now() - begun)
         return response
@@ -143,16 +148,18 @@ class GenerateHandler:
         self._metrics.refused.labels(SHUTTING_DOWN.code).inc()
         return response
 
-    async def _traced(self, request: web.Request, begun: float) -> web.StreamResponse:
+    async def _traced(self, request: web.Request, begun: float, meter: CallMeter) -> web.StreamResponse:
         """Handle the request, inside a span if tracing is enabled."""
         if self._tracing is None:
-            return await self._generate(request, begun, None)
+            return await self._generate(request, begun, meter, None)
         with self._tracing.call(request.path, request.headers) as span:
-            response = await self._generate(request, begun, CallTrace(self._tracing, span))
+            response = await self._generate(request, begun, meter, CallTrace(self._tracing, span))
             span.answered(response.status)
             return response
 
-    async def _generate(self, request: web.Request, begun: float, trace: CallTrace | None) -> web.StreamResponse:
+    async def _generate(
+        self, request: web.Request, begun: float, meter: CallMeter, trace: CallTrace | None
+    ) -> web.StreamResponse:
         deadline = begun + self._config.request_timeout_s
         data = request[BODY]
         try:
@@ -167,7 +174,7 @@ class GenerateHandler:
                     first_byte_s = self._admission.now() - begun
                     self._metrics.first_byte_seconds.labels(request.path).observe(first_byte_s)
                     self._stats.first_byte(first_byte_s)
-                return await relay(request, outcome, deadline)
+                return await relay(request, outcome, deadline, meter)
         except RequestError as error:
             return refused(HttpRefusal.of(error))
         except orjson.JSONEncodeError as error:
@@ -182,11 +189,13 @@ class GenerateHandler:
             return parse_object(data)
 
 
-async def relay(request: web.Request, outcome: Outcome, deadline: float) -> web.StreamResponse:
+async def relay(request: web.Request, outcome: Outcome, deadline: float, meter: CallMeter) -> web.StreamResponse:
     """Send the outcome to the client; `deadline` is in the event loop's time."""
+    if not isinstance(outcome, Failure):
+        meter.name = outcome.worker.spec.url
     match outcome:
         case WorkerStream():
-            return await _relay_stream(request, outcome, deadline)
+            return await _relay_stream(request, outcome, deadline, meter)
         case WorkerResponse():
             return web.Response(status=outcome.status, headers=outcome.headers, body=outcome.body)
         case ConnectionFailed():
@@ -205,19 +214,23 @@ def failure_response(failure: Failure) -> web.Response:
     return refused(HttpRefusal.of(failure.error()))
 
 
-async def _relay_stream(request: web.Request, upstream: WorkerStream, deadline: float) -> web.StreamResponse:
+async def _relay_stream(
+    request: web.Request, upstream: WorkerStream, deadline: float, meter: CallMeter
+) -> web.StreamResponse:
     """Relay decode's answer chunk by chunk; a client that stops reading is disconnected at the deadline."""
     response = web.StreamResponse(status=upstream.response.status, headers=upstream.headers)
     await response.prepare(request)
     client = _ClientWriter(response)
+    measured = meter if response.content_type == "text/event-stream" else None
     try:
         if upstream.stream is None:
-            await _pass_on(upstream, client, deadline)
+            await _pass_on(upstream, client, deadline, measured)
         else:
-            async for piece in _continued(upstream, upstream.stream, deadline):
+            async for piece in _continued(upstream, upstream.stream, deadline, meter):
                 async with asyncio.timeout_at(deadline):
                     await client.write(piece)
     except EndedError as error:
+        meter.is_broken = True
         await _end_broken(request, response, client.tail, error.failure)
     except TimeoutError:
         if request.transport is not None:
@@ -246,18 +259,21 @@ class _ClientWriter:
             self.tail = (self.tail + piece[-2:])[-2:]
 
 
-async def _pass_on(upstream: WorkerStream, client: _ClientWriter, deadline: float) -> None:
-    """Write an answer, with one timer for all its pieces.
+async def _pass_on(upstream: WorkerStream, client: _ClientWriter, deadline: float, meter: CallMeter | None) -> None:
+    """Write an answer, with one timer for all its pieces. `meter` None: it is no stream of events.
 
     Raises:
         EndedError: the answer is incomplete, also at the deadline.
         TimeoutError: the client did not read its answer before the deadline.
     """
     change = upstream.change
+    now = asyncio.get_running_loop().time
     try:
         async with asyncio.timeout_at(deadline):
             chunk = upstream.first
             while chunk:
+                if meter is not None:
+                    meter.piece(chunk, now())
                 await client.write(chunk if change is None else change(chunk, False))
                 chunk = await _read(upstream)
             if change is not None:
@@ -268,16 +284,20 @@ async def _pass_on(upstream: WorkerStream, client: _ClientWriter, deadline: floa
         raise _late() from None
 
 
-async def _continued(upstream: WorkerStream, stream: ContinuedStream, deadline: float) -> AsyncIterator[bytes]:
+async def _continued(
+    upstream: WorkerStream, stream: ContinuedStream, deadline: float, meter: CallMeter
+) -> AsyncIterator[bytes]:
     """Yield the pieces of a stream that another pair continues if its worker dies; some may be empty.
 
     Raises:
         EndedError: the answer is incomplete, and no other pair continues it.
     """
     chunk = upstream.first
+    now = asyncio.get_running_loop().time
     while True:
         try:
             while chunk:
+                meter.piece(chunk, now())
                 yield stream.feed(chunk)
                 if stream.failure is not None:
                     raise EndedError(stream.failure)
@@ -289,9 +309,11 @@ async def _continued(upstream: WorkerStream, stream: ContinuedStream, deadline: 
             again = await _go_on(stream, error.failure, deadline) if ending is None else None
             if again is not None:
                 upstream, chunk = again, again.first
+                meter.name = again.worker.spec.url
                 continue
             if ending is None and not stream.error_event:
                 raise
+            meter.is_broken = ending is None
             ending = stream.error_event if ending is None else ending
         yield ending
         return

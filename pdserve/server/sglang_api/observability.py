@@ -116,9 +116,21 @@ def _replica(state: EngineState | None) -> dict[str, Any]:
             "tokens": {"used": state.num_used_tokens, "max": state.max_total_tokens},
             "pages": {"total": state.memory.get("pages_total", 0), **pages},
             "pages_held": held,
+            "tiers": _tiers(state),
             "failures": state.failures,
             "audit": state.audit,
         }
+    }
+
+
+def _tiers(state: EngineState) -> dict[str, Any]:
+    """Return the KV tiers below the device; None without a tier. Traffic of the store is in bytes since the start."""
+    return {
+        "host_used": state.memory.get("hicache_host_used_tokens"),
+        "host_max": state.memory.get("hicache_host_total_tokens"),
+        "store": state.facts.get("hicache_storage_backend"),
+        "store_read_bytes": state.facts.get("hicache_storage_bytes_read"),
+        "store_written_bytes": state.facts.get("hicache_storage_bytes_written"),
     }
 
 

@@ -9,7 +9,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import charts, report, svg
+from benchmarks import charts, report
+from pdserve.bench import svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 MACHINE = {"cpus": 2, "cpu_model": "Some CPU", "load_1m": 0.3}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 import ssl
 from typing import Any
 
@@ -42,6 +43,8 @@ class FakeKube:
     page_size: int = 500
     refusals: list[int] = dataclasses.field(default_factory=list)
     """Statuses of the next calls."""
+    filters: bool = True
+    """Honour label selectors: a pod that leaves the selection is `DELETED` in a watch."""
     token: str | None = None
     """The one valid token; None: none is needed."""
     lists: list[dict[str, str]] = dataclasses.field(default_factory=list)
@@ -119,21 +122,30 @@ class FakeKube:
             return self._status(self.refusals.pop(0))
         if self.token is not None and given != f"Bearer {self.token}":
             return self._status(401)
-        return await self._watch(request, int(query["resourceVersion"])) if is_watch else self._list(query)
+        return await self._watch(request, query) if is_watch else self._list(query)
 
     def _status(self, code: int) -> web.Response:
         return web.json_response({"kind": "Status", "code": code, "message": f"refused with {code}"}, status=code)
 
     def _list(self, query: dict[str, str]) -> web.Response:
         first = int(query.get("continue", "0"))
-        names = sorted(self.pods)
+        names = sorted(name for name, item in self.pods.items() if self._selects(query, item))
         metadata = {"resourceVersion": str(self.version)}
         if first + self.page_size < len(names):
             metadata["continue"] = str(first + self.page_size)
         shown = [self.pods[name] for name in names[first : first + self.page_size]]
         return web.json_response({"kind": "PodList", "metadata": metadata, "items": shown})
 
-    async def _watch(self, request: web.Request, version: int) -> web.StreamResponse:
+    def _selects(self, query: dict[str, str], item: dict[str, Any]) -> bool:
+        """Kubernetes' meaning of `a=b,c in (d,e)`."""
+        labels = item["metadata"].get("labels", {})
+        for key, value, values in re.findall(r"([^,=() ]+)(?:=([^,]*)| in \(([^)]*)\))", query["labelSelector"]):
+            if labels.get(key) not in (values.split(",") if values else [value]):
+                return not self.filters
+        return True
+
+    async def _watch(self, request: web.Request, query: dict[str, str]) -> web.StreamResponse:
+        version = int(query["resourceVersion"])
         if version < self.oldest:
             return self._status(410)
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
@@ -142,11 +154,12 @@ class FakeKube:
         while True:
             changed = self._changed
             for number, kind, item in self.changes:
-                if number > version:
+                if number > version and (kind != "ADDED" or self._selects(query, item)):
+                    kind = kind if kind == "BOOKMARK" or self._selects(query, item) else "DELETED"
                     line = orjson.dumps({"type": kind, "object": item}) + b"\n"
                     for part in (line[: len(line) // 2], line[len(line) // 2 :]):  # an event in two parts
                         await response.write(part)
-                    version = number
+                version = max(version, number)
             if self._cut != cut:
                 assert request.transport is not None
                 request.transport.abort()

@@ -67,9 +67,13 @@ async def metric(world: Any, url: str, name: str) -> float:
         return float(next(line.split()[-1] for line in (await response.text()).splitlines() if line.startswith(name)))
 
 
-def test_pods_become_workers_of_the_role_in_their_labels_and_leave_with_them(run_world: RunWorld) -> None:
+@pytest.mark.parametrize("filters", [True, False])
+def test_pods_become_workers_of_the_role_in_their_labels_and_leave_with_them(
+    run_world: RunWorld, filters: bool
+) -> None:
     async def scenario(world: Any) -> None:
         async with kube_server() as kube:
+            kube.filters = filters
             port = port_of(await world.worker("p"))
             kube.put("p", "127.0.0.1", PREFILL, annotations={"sglang.ai/bootstrap-port": "7777"})
             kube.put("other", "127.0.0.9", {"app": "web"})

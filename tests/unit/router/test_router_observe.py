@@ -8,9 +8,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from aiohttp import web
 
+from pdserve.router.app import ROUTER
 from pdserve.router.config.config import RouterAccessConfig, WorkerRole
 from pdserve.router.dashboard.cluster_snapshot import ObserveReply, join_edges, join_requests, parse_answer
+from tests.unit.router.answers import begin_stream
 
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
 
@@ -75,7 +78,7 @@ def test_workers_edges_and_requests_are_put_together(run_world: RunWorld) -> Non
     run_world(scenario)
 
 
-def test_workers_are_asked_once_a_second_however_many_look_and_never_when_nobody_does(
+def test_workers_are_asked_once_a_second_however_many_look(
     run_world: RunWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(world: Any) -> None:
@@ -203,3 +206,85 @@ def test_requests_without_a_room_are_told_apart_by_server() -> None:
     answer = parse_answer(msgspec.json.encode(told("r:1", requests=[{"id": "same", "arrived_at": 1.0}])))
     found = join_requests([(WorkerRole.REGULAR, "http://a", answer), (WorkerRole.REGULAR, "http://b", answer)])
     assert sorted(one["halves"]["regular"]["url"] for one in found) == ["http://a", "http://b"]
+
+
+async def history(world: Any, url: str, query: str = "") -> dict[str, Any]:
+    async with world.session.get(f"{url}/observe/history{query}") as response:
+        assert response.headers["Cache-Control"] == "no-store"
+        return dict(await response.json())
+
+
+async def stream(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    """Three events, and an error as the last one if the body wants it."""
+    response = await begin_stream(request)
+    for number in range(3):
+        await response.write(b"data: {%d}\n\n" % number)
+    await response.write(b'data: {"error":{}}\n\n' if body.get("breaks") else b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response
+
+
+def test_the_history_has_latencies_of_streams_failures_and_memory(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        prefill, decode = await world.worker("p"), await world.worker("d", stream)
+        prefill.observed, decode.observed = told("p:1"), told("d:1")
+        state = decode.observed["replicas"][0]["state"]
+        store = {"store": "file", "store_read_bytes": 100, "store_written_bytes": 5}
+        state |= {"tokens": {"used": 5, "max": 64}, "running": 2, "waiting": 1}
+        state["tiers"] = {"host_used": 7, "host_max": 90, **store}
+        decode.observed["rates"] = {"spec_accept_length": 2.5, "spec_accept_rate": 0.5, "generation_tokens_per_s": 9.0}
+        async with world.router([prefill], [decode]) as url:
+            for body in ({"text": "x"}, {"text": "x", "breaks": True}):
+                async with world.session.post(url + "/generate", json=body) as response:
+                    await response.read()
+            await world.app[ROUTER].history.sample()
+            fleet, one = (await history(world, url))["series"], await history(world, url, f"?worker={decode.url}")
+            for series in (fleet, one["series"]):
+                assert (series["requests"], series["failed"]) == ([2], [1])
+                assert series["ttft_p50_s"][0] > 0
+                assert (series["kv_host_used"], series["kv_host_total"], series["accept_length"]) == ([7], [90], [2.5])
+                assert series["tokens_per_s"] == [9.0]
+            assert (one["series"]["running"], one["series"]["queued"], one["series"]["kv_device_used"]) == (
+                [2],
+                [1],
+                [5],
+            )
+            assert fleet["running"] == [0], "of the router's own requests none runs"
+            assert set(one["workers"]) == {prefill.url, decode.url}
+            async with world.session.get(url + "/observe/history?seconds=x") as response:
+                assert response.status == 400 and "seconds" in (await response.json())["error"]["message"]
+            async with world.session.get(url + "/observe/history?worker=http://none") as response:
+                assert response.status == 404
+
+    run_world(scenario)
+
+
+def test_the_history_asks_a_worker_without_the_path_rarely(
+    run_world: RunWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.router.dashboard.observe.INTERVAL_S", 0.0)
+
+    async def scenario(world: Any) -> None:
+        foreign = await world.worker("w")
+        async with world.router([], [foreign]) as url:
+            for _ in range(3):
+                await world.app[ROUTER].history.sample()
+            assert foreign.num_observed == 1
+            await get(world, url)
+            assert foreign.num_observed == 2, "the page asks as before"
+            assert (await history(world, url, f"?worker={foreign.url}"))["series"]["running"] == [0, 0, 0]
+
+    run_world(scenario)
+
+
+def test_the_history_needs_the_admin_key(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        worker = await world.worker("w")
+        access = RouterAccessConfig(api_key="k", admin_api_key="a")
+        async with world.router([], [worker], wait_key="k", access=access) as url:
+            for key, status in (("k", 401), ("a", 200)):
+                headers = {"Authorization": f"Bearer {key}"}
+                async with world.session.get(url + "/observe/history", headers=headers) as response:
+                    assert response.status == status
+
+    run_world(scenario)

@@ -1,0 +1,220 @@
+"""The runs of a benchmark: each rate and concurrency, each round, one or two services in turn, and the search for the
+highest rate within the limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from pdserve.bench.client import BenchClient, BenchRecord, Clock
+from pdserve.bench.load import BenchSession, LoadOutcome, Sleep, arrival_times, run_load
+from pdserve.bench.metrics import METRICS, PERCENTILES, Slo, detailed, summarize
+from pdserve.errors import ConfigError
+
+Json = dict[str, Any]
+SEARCH_PRECISION = 0.1
+"""The search ends when the best rate and the one that is too high differ by less than this share."""
+MAX_SEARCH_RUNS = 12
+READY_POLL_S = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadPoint:
+    """A load: requests per second (inf: all at once), and requests in flight at most (None: no limit)."""
+
+    rate: float = math.inf
+    max_concurrency: int | None = None
+
+    def __str__(self) -> str:
+        rate = "all at once" if math.isinf(self.rate) else f"{self.rate:g} requests/s"
+        return rate if self.max_concurrency is None else f"{rate}, {self.max_concurrency} in flight"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchService:
+    """A service of the benchmark: its name in the results and its client."""
+
+    label: str
+    client: BenchClient
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchPlan:
+    """What to run. `sessions` makes the requests for a seed; equal seeds must give equal requests."""
+
+    sessions: Callable[[int], Sequence[BenchSession]]
+    points: Sequence[LoadPoint] = (LoadPoint(),)
+    rounds: int = 1
+    warmups: int = 1
+    burstiness: float = 1.0
+    seed: int = 0
+    slo: Slo = dataclasses.field(default_factory=Slo)
+    goodput_target: float = 0.9
+    metrics: Sequence[str] = tuple(METRICS)
+    percentiles: Sequence[float] = PERCENTILES
+    save_detailed: bool = False
+    facts: Json = dataclasses.field(default_factory=dict)
+
+
+class BenchProgress:
+    """Told what runs. This one shows nothing."""
+
+    def begin(self, what: str, num_requests: int) -> None:
+        """A run begins."""
+
+    def done(self, record: BenchRecord) -> None:
+        """A request has ended."""
+
+    def end(self, result: Json | None) -> None:
+        """The run has ended; None: it was a warm-up."""
+
+
+class Campaign:
+    """Runs a plan against one or two services, on one event loop."""
+
+    def __init__(
+        self,
+        plan: BenchPlan,
+        services: Sequence[BenchService],
+        progress: BenchProgress | None = None,
+        *,
+        clock: Clock = time.perf_counter,
+        sleep: Sleep = asyncio.sleep,
+    ) -> None:
+        self._plan, self._services = plan, services
+        self._progress = progress or BenchProgress()
+        self._clock, self._sleep = clock, sleep
+
+    async def run(self) -> list[Json]:
+        """Return the results of all runs, in the order in which they ran.
+
+        In each round of a point the services get the same requests; their order changes from round to round. Each run
+        of a service has requests of its own seed, so that its caches hold none of them.
+        """
+        await self.warm_up()
+        return [
+            await self._run_one(service, point, round_index, seed)
+            for point, round_index, seed in self._steps()
+            for service in (self._services[::-1] if round_index % 2 else self._services)
+        ]
+
+    def _steps(self) -> Iterator[tuple[LoadPoint, int, int]]:
+        for point_index, point in enumerate(self._plan.points):
+            for round_index in range(self._plan.rounds):
+                yield point, round_index, self._plan.seed + point_index * self._plan.rounds + round_index
+
+    async def warm_up(self) -> None:
+        """Send each service its warm-up requests, one after the other. Raises ConfigError when one fails."""
+        count = self._plan.warmups
+        if count == 0:
+            return
+        sessions = list(self._plan.sessions(self._plan.seed - 1))
+        first = [dataclasses.replace(sessions[index % len(sessions)], at_s=None) for index in range(count)]
+        for service in self._services:
+            self._progress.begin(f"{service.label}: warm-up", count)
+            outcome = await self._load(service, first, [0.0] * count, 1)
+            self._progress.end(None)
+            failed = next((one for one in outcome.records if one.error_kind is not None), None)
+            if failed is not None:
+                text = f"{failed.error_kind}: {failed.error}"
+                raise ConfigError(f"{service.client.target.url}: the warm-up failed: {text}", field="base_url")
+
+    async def search(
+        self, service: BenchService, first_rate: float, max_concurrency: int | None
+    ) -> tuple[Json, list[Json]]:
+        """Search the highest rate at which the target's share of requests is within the limits.
+
+        Doubles or halves the rate until one is within and one is not, then halves the interval between them; at most
+        `MAX_SEARCH_RUNS` runs.
+
+        Returns:
+            The best rate (None: none was within) with its share, and the results of all runs.
+        """
+        low, high = 0.0, math.inf
+        best: Json | None = None
+        results: list[Json] = []
+        rate = first_rate
+        while len(results) < MAX_SEARCH_RUNS:
+            point = LoadPoint(rate=rate, max_concurrency=max_concurrency)
+            found = await self._run_one(service, point, 0, self._plan.seed + 1000 + len(results))
+            results.append(found)
+            if found["goodput_share"] >= self._plan.goodput_target:
+                low, best = rate, found
+            else:
+                high = rate
+            both = low > 0 and math.isfinite(high)
+            if both and high - low <= SEARCH_PRECISION * high:
+                break
+            rate = (low + high) / 2 if both else rate * (2 if low else 0.5)
+        return {
+            "label": service.label,
+            "goodput_target": self._plan.goodput_target,
+            "goodput_slo_ms": dict(self._plan.slo.limits_ms),
+            "max_rate_within_slo": None if best is None else best["request_rate"],
+            "goodput_share": None if best is None else best["goodput_share"],
+            "lowest_rate_beyond_slo": high if math.isfinite(high) else None,
+            "num_runs": len(results),
+        }, results
+
+    async def _run_one(self, service: BenchService, point: LoadPoint, round_index: int, seed: int) -> Json:
+        plan = self._plan
+        sessions = plan.sessions(seed)
+        drawn = arrival_times(len(sessions), point.rate, plan.burstiness, seed)
+        arrivals = [at if one.at_s is None else one.at_s for one, at in zip(sessions, drawn, strict=True)]
+        self._progress.begin(f"{service.label}: {point}", sum(len(session.turns) for session in sessions))
+        outcome = await self._load(service, sessions, arrivals, point.max_concurrency)
+        found: Json = {
+            "date": time.strftime("%Y%m%d-%H%M%S"),
+            "backend": service.client.target.backend,
+            "endpoint": service.client.target.url,
+            "label": service.label,
+            "model_id": service.client.target.model,
+            **plan.facts,
+            "num_prompts": len(outcome.records),
+            "request_rate": "inf" if math.isinf(point.rate) else point.rate,
+            "burstiness": plan.burstiness,
+            "max_concurrency": point.max_concurrency,
+            "round": round_index,
+            "seed": seed,
+        }
+        found |= summarize(
+            outcome.records,
+            max(outcome.duration_s, 1e-9),
+            slo=plan.slo,
+            metrics=plan.metrics,
+            percentiles=plan.percentiles,
+        )
+        if plan.save_detailed:
+            found |= detailed(outcome.records)
+        self._progress.end(found)
+        return found
+
+    async def _load(
+        self, service: BenchService, sessions: Sequence[BenchSession], arrivals: Sequence[float], limit: int | None
+    ) -> LoadOutcome:
+        return await run_load(
+            service.client,
+            sessions,
+            arrivals_s=arrivals,
+            max_concurrency=limit,
+            on_done=self._progress.done,
+            clock=self._clock,
+            sleep=self._sleep,
+        )
+
+
+async def wait_ready(client: BenchClient, timeout_s: float) -> str:
+    """Return the service's first model, as soon as it answers. Raises ConfigError after `timeout_s` without one."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return await client.first_model()
+        except ConfigError:
+            if time.monotonic() >= deadline:
+                raise
+        await asyncio.sleep(READY_POLL_S)

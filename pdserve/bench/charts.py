@@ -1,0 +1,150 @@
+"""Charts of a benchmark's results: a sweep's curves, or the distributions and the course of single runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pdserve.bench.svg import Point, Svg, nice_top
+
+Json = dict[str, Any]
+WIDTH, HEIGHT = 640, 300
+LEFT, RIGHT, TOP, BASE = 64, WIDTH - 20, 76, HEIGHT - 44
+SERIES_COLOURS = ("pair", "peer1", "peer2", "own")
+LATENCIES = (("ttft", "Time to first token"), ("ttst", "Time to second token"), ("tpot", "Time per output token"),
+             ("itl", "Inter-token latency"), ("e2el", "End-to-end latency"))  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChartSeries:
+    """One curve: its name in the legend, its points in the units of the axes, and how it is drawn."""
+
+    name: str
+    points: Sequence[Point]
+    colour: str
+    dashed: bool = False
+    marks: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NamedChart:
+    """A drawing and its title."""
+
+    title: str
+    svg: Svg
+
+
+def line_chart(title: str, x_name: str, y_name: str, series: Sequence[ChartSeries]) -> NamedChart:
+    """Draw curves over linear axes that begin at 0."""
+    svg = Svg(WIDTH, HEIGHT)
+    svg.text(16, 24, title, "title")
+    x = 16.0
+    for one in series:
+        svg.curve([(x, 42), (x + 22, 42)], one.colour, dashed=one.dashed)
+        svg.text(x + 28, 46, one.name, "note")
+        x += 46 + 6.4 * len(one.name)
+    points = [point for one in series for point in one.points]
+    x_top, x_step = nice_top(max((point[0] for point in points), default=1) or 1)
+    y_top, y_step = nice_top(max((point[1] for point in points), default=1) or 1)
+    for tick in _ticks(y_top, y_step):
+        y = BASE - tick / y_top * (BASE - TOP)
+        svg.line(LEFT, y, RIGHT, y, "grid")
+        svg.text(LEFT - 8, y + 4, f"{tick:,.6g}", "tick end")
+    for tick in _ticks(x_top, x_step):
+        svg.text(LEFT + tick / x_top * (RIGHT - LEFT), BASE + 18, f"{tick:,.6g}", "tick middle")
+    svg.text(LEFT - 48, TOP - 12, y_name, "note")
+    svg.text(RIGHT, HEIGHT - 8, x_name, "note end")
+    for one in series:
+        placed = [(LEFT + at / x_top * (RIGHT - LEFT), BASE - value / y_top * (BASE - TOP)) for at, value in one.points]
+        svg.curve(placed, one.colour, dashed=one.dashed, marks=one.marks)
+    return NamedChart(title=title, svg=svg)
+
+
+def _ticks(top: float, step: float) -> list[float]:
+    return [step * index for index in range(round(top / step) + 1)]
+
+
+def charts_of(results: Sequence[Json]) -> list[NamedChart]:
+    """Return the charts that fit the results: curves over a sweep's loads, else those of each single load."""
+    labels = list(dict.fromkeys(result["label"] for result in results))
+    colours = {label: SERIES_COLOURS[index % len(SERIES_COLOURS)] for index, label in enumerate(labels)}
+    loads = {(result["request_rate"], result["max_concurrency"]) for result in results}
+    return sweep_charts(results, colours) if len(loads) > 1 else single_charts(results, colours)
+
+
+def sweep_charts(results: Sequence[Json], colours: dict[str, str]) -> list[NamedChart]:
+    """Return curves over the loads: medians of the rounds of each load."""
+    rates = {result["request_rate"] for result in results}
+    field = "request_rate" if len(rates - {"inf"}) > 1 else "max_concurrency"
+    x_name = "request rate, requests/s" if field == "request_rate" else "requests in flight at most"
+    used = [result for result in results if isinstance(result[field], int | float)]
+    other = "max_concurrency" if field == "request_rate" else "request_rate"
+    groups = list(dict.fromkeys((result["label"], result[other]) for result in used))
+    several = len({value for _, value in groups}) > 1
+
+    def curves(metric: str, suffix: str = "", *, dashed: bool = False) -> list[ChartSeries]:
+        found = []
+        for label, value in groups:
+            mine = [one for one in used if (one["label"], one[other]) == (label, value) and one.get(metric) is not None]
+            at = sorted({one[field] for one in mine})
+            points = [(x, statistics.median(one[metric] for one in mine if one[field] == x)) for x in at]
+            name = label + (f", {other.replace('_', ' ')} {value}" if several else "") + suffix
+            if points:
+                colour = colours[label]
+                found.append(ChartSeries(name=name, points=points, colour=colour, dashed=dashed, marks=True))
+        return found
+
+    made = [line_chart("Output throughput", x_name, "tokens/s", curves("output_throughput"))]
+    made += [
+        line_chart(title, x_name, "ms", [*curves(f"median_{name}_ms", " p50"),
+                                         *curves(f"p99_{name}_ms", " p99", dashed=True)])
+        for name, title in LATENCIES if curves(f"median_{name}_ms")
+    ]  # fmt: skip
+    if any("goodput_share" in one for one in used):
+        shares = curves("goodput_share")
+        percent = [dataclasses.replace(one, points=[(x, 100 * y) for x, y in one.points]) for one in shares]
+        made.append(line_chart("Requests within the limits", x_name, "%", percent))
+    return made
+
+
+def single_charts(results: Sequence[Json], colours: dict[str, str]) -> list[NamedChart]:
+    """Return the distribution of each latency, and tokens/s and requests in flight over time."""
+    several = {result["label"] for result in results if result["round"] > 0}
+
+    def series(points: Callable[[Json], list[Point]]) -> list[ChartSeries]:
+        made = []
+        for result in results:
+            name = f"{result['label']}, round {result['round'] + 1}" if result["label"] in several else result["label"]
+            if found := points(result):
+                dashed = result["round"] > 0
+                made.append(ChartSeries(name=name, points=found, colour=colours[result["label"]], dashed=dashed))
+        return made
+
+    made = []
+    for name, title in LATENCIES:
+        curves = series(lambda result, name=name: _distribution(result, name))  # type: ignore[misc]
+        if curves:
+            made.append(line_chart(f"{title}: share of {'gaps' if name == 'itl' else 'requests'}", "ms", "%", curves))
+    for field, title, unit in (("output_tokens", "Output tokens over time", "tokens/s"),
+                               ("in_flight", "Requests in flight over time", "requests")):  # fmt: skip
+        curves = series(lambda result, field=field: _course(result, field))  # type: ignore[misc]
+        if curves:
+            made.append(line_chart(title, "seconds", unit, curves))
+    return made
+
+
+def _distribution(result: Json, name: str) -> list[Point]:
+    values = result.get("distributions_ms", {}).get(name, [])
+    last = max(1, len(values) - 1)
+    return [(value, 100 * index / last) for index, value in enumerate(values)]
+
+
+def _course(result: Json, field: str) -> list[Point]:
+    course = result.get("timeline")
+    if not course:
+        return []
+    size = course["bucket_s"]
+    per_s = 1 / size if field == "output_tokens" else 1
+    return [((index + 0.5) * size, value * per_s) for index, value in enumerate(course[field])]

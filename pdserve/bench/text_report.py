@@ -1,0 +1,80 @@
+"""Results as text: a block for one run, as `vllm bench serve` prints it, and a table for several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pdserve.bench.metrics import METRICS, percentile_name
+
+Json = dict[str, Any]
+WIDTH = 60
+COUNTS = (
+    ("Successful requests:", "completed", "d"),
+    ("Failed requests:", "failed", "d"),
+    ("Benchmark duration (s):", "duration", ".2f"),
+    ("Total input tokens:", "total_input_tokens", "d"),
+    ("Total cached input tokens:", "total_cached_tokens", "d"),
+    ("Total generated tokens:", "total_output_tokens", "d"),
+    ("Request throughput (req/s):", "request_throughput", ".2f"),
+    ("Request goodput (req/s):", "request_goodput", ".2f"),
+    ("Share of requests within the SLO:", "goodput_share", ".1%"),
+    ("Output token throughput (tok/s):", "output_throughput", ".2f"),
+    ("Peak output token throughput (tok/s):", "max_output_tokens_per_s", ".2f"),
+    ("Peak concurrent requests:", "max_concurrent_requests", "d"),
+    ("Total token throughput (tok/s):", "total_token_throughput", ".2f"),
+)
+COLUMNS = (
+    ("service", "label", ""),
+    ("rate", "request_rate", ""),
+    ("in flight", "max_concurrency", ""),
+    ("ok", "completed", "d"),
+    ("failed", "failed", "d"),
+    ("req/s", "request_throughput", ".2f"),
+    ("out tok/s", "output_throughput", ".1f"),
+    ("TTFT p50", "median_ttft_ms", ".1f"),
+    ("TTFT p99", "p99_ttft_ms", ".1f"),
+    ("2nd p50", "median_ttst_ms", ".1f"),
+    ("TPOT p50", "median_tpot_ms", ".2f"),
+    ("ITL p50", "median_itl_ms", ".2f"),
+    ("ITL p99", "p99_itl_ms", ".2f"),
+    ("E2E p50", "median_e2el_ms", ".0f"),
+    ("in SLO", "goodput_share", ".0%"),
+)
+
+
+def block(result: Json, metrics: Sequence[str], percentiles: Sequence[float]) -> str:
+    """Return one run as text."""
+    lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}"]
+    lines += [f"{title:<42}{result[name]:<18{form}}" for title, name, form in COUNTS if name in result]
+    for name in metrics:
+        lines.append(f"{METRICS[name]:-^{WIDTH}}")
+        rows = [(f"{title} {name.upper()} (ms):", f"{title.lower()}_{name}_ms") for title in ("Mean", "Median")]
+        rows += [
+            (f"{percentile_name(one).upper()} {name.upper()} (ms):", f"{percentile_name(one)}_{name}_ms")
+            for one in percentiles if one != 50
+        ]  # fmt: skip
+        lines += [f"{title:<42}{_number(result[field], '.2f')}" for title, field in rows]
+    lines.append("=" * WIDTH)
+    return "\n".join([*(line.rstrip() for line in lines), *errors(result)])
+
+
+def errors(result: Json) -> list[str]:
+    """Return a line for each kind of error and for some messages."""
+    kinds = [f"{count} x {kind}" for kind, count in result["error_kinds"].items()]
+    return ([f"Errors: {', '.join(kinds)}"] if kinds else []) + [f"  {text}" for text in result["error_messages"][:5]]
+
+
+def table(results: Sequence[Json]) -> str:
+    """Return several runs as a table; columns that no run has are left out. Latencies are in milliseconds."""
+    columns = [column for column in COLUMNS if any(result.get(column[1]) is not None for result in results)]
+    rows = [[heading for heading, _, _ in columns]]
+    rows += [[_number(result.get(name), form) for _, name, form in columns] for result in results]
+    widths = [max(len(row[index]) for row in rows) for index in range(len(columns))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    found = [f"{result['label']}, {result['request_rate']}: {line}" for result in results for line in errors(result)]
+    return "\n".join([*lines, *found])
+
+
+def _number(value: Any, form: str) -> str:
+    return "-" if value is None else format(value, form)

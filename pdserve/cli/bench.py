@@ -1,0 +1,200 @@
+"""`pdserve bench`: runs a benchmark from the command line, with a progress bar, and writes its results.
+
+Exit status: 0, 1 when a run has no whole answer, 2 for wrong flags or a service that does not answer, 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pdserve import __version__
+from pdserve.bench import flags, html_report, text_report
+from pdserve.bench.campaign import BenchPlan, BenchProgress, BenchService, Campaign, LoadPoint, wait_ready
+from pdserve.bench.client import BenchClient, BenchRecord, BenchTarget
+from pdserve.bench.datasets import make_sessions
+from pdserve.bench.metrics import Slo
+from pdserve.cli.help_pages import CommandParser
+from pdserve.errors import ConfigError
+
+Json = dict[str, Any]
+FAILED, INTERRUPTED = 1, 130
+SECRET_FLAGS = ("api_key", "header", "extra_body")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Build the parser of `pdserve bench`."""
+    text = "Sends requests to a service and measures what its clients get."
+    parser = CommandParser(prog="pdserve bench", allow_abbrev=False, description=text)
+    flags.add_flags(parser)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark; return the exit status."""
+    args = make_parser().parse_args(argv)
+    flags.check(args)
+    try:
+        report = asyncio.run(run(args))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    show(args, report)
+    save(args, report)
+    return 0 if all(result["completed"] for result in report["results"]) else FAILED
+
+
+class BarProgress(BenchProgress):
+    """A tqdm bar for each run, on stderr; none without a terminal."""
+
+    def __init__(self, *, disabled: bool) -> None:
+        self._disabled = disabled or not sys.stderr.isatty()
+        self._bar: Any = None
+        self._failed = self._tokens = 0
+        self._began = 0.0
+
+    def begin(self, what: str, num_requests: int) -> None:
+        """Show a new bar."""
+        from tqdm import tqdm
+
+        self._failed = self._tokens = 0
+        self._began = time.perf_counter()
+        self._bar = tqdm(total=num_requests, desc=what, unit="req", disable=self._disabled, leave=True)
+
+    def done(self, record: BenchRecord) -> None:
+        """Advance it."""
+        self._failed += record.error_kind is not None
+        self._tokens += record.output_tokens
+        rate = self._tokens / max(1e-9, time.perf_counter() - self._began)
+        failed = f", {self._failed} failed" if self._failed else ""
+        self._bar.set_postfix_str(f"{rate:.0f} tok/s{failed}", refresh=False)
+        self._bar.update()
+
+    def end(self, result: Json | None) -> None:
+        """Close it."""
+        self._bar.close()
+
+
+async def run(args: argparse.Namespace) -> Json:
+    """Run what the flags say; return the report, which is written as JSON."""
+    targets = [flags.target_of(args, url) for url in (args.base_url, args.compare) if url is not None]
+    labels = [args.label or targets[0].backend, args.compare_label]
+    maker, dataset = flags.maker_of(args, targets[0].backend), flags.dataset_of(args)
+    make_sessions(dataset, maker, args.seed)  # a mistake in a file shows before anything is sent
+    points = [
+        LoadPoint(rate=rate, max_concurrency=limit)
+        for rate, limit in itertools.product(args.request_rate, args.max_concurrency or [None])
+    ]
+    plan = BenchPlan(
+        sessions=lambda seed: make_sessions(dataset, maker, seed),
+        points=points,
+        rounds=args.num_rounds,
+        warmups=args.num_warmups,
+        burstiness=args.burstiness,
+        seed=args.seed,
+        slo=Slo.parse(args.goodput),
+        goodput_target=args.goodput_target,
+        metrics=flags.metrics_of(args),
+        percentiles=flags.percentiles_of(args),
+        save_detailed=args.save_detailed,
+        facts={"tokenizer_id": args.tokenizer, "dataset_name": args.dataset_name, **flags.metadata_of(args)},
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        services = [
+            BenchService(label=label, client=await _opened(stack, target, args.ready_check_timeout_sec))
+            for label, target in zip(labels, targets, strict=False)
+        ]
+        campaign = Campaign(plan, services, BarProgress(disabled=args.disable_tqdm))
+        report: Json = {"benchmark": "pdserve bench", "version": __version__, "flags": shown_flags(args)}
+        host = {"cpus": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()}
+        report["machine"] = host
+        if not args.search_goodput:
+            return report | {"results": await campaign.run()}
+        await campaign.warm_up()
+        first = args.request_rate[0] if math.isfinite(args.request_rate[0]) else 1.0
+        found = [await campaign.search(service, first, points[0].max_concurrency) for service in services]
+        return report | {
+            "goodput_search": [best for best, _ in found],
+            "results": [result for _, results in found for result in results],
+        }
+
+
+async def _opened(stack: contextlib.AsyncExitStack, target: BenchTarget, ready_s: float) -> BenchClient:
+    """Open a client; without a model name the target gets the service's first one."""
+    client = await stack.enter_async_context(BenchClient(target))
+    if target.model is not None and ready_s == 0:
+        return client
+    try:
+        model = await wait_ready(client, ready_s)
+    except ConfigError:
+        if target.backend != "sglang" or ready_s > 0:
+            raise
+        return client  # /generate needs no model
+    client.target = dataclasses.replace(target, model=target.model or model)
+    return client
+
+
+def shown_flags(args: argparse.Namespace) -> Json:
+    """Return the flags for the report: nothing secret, and only values that JSON has."""
+    return {name: _shown(value) for name, value in sorted(vars(args).items()) if name not in SECRET_FLAGS}
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_shown(one) for one in value]
+    if isinstance(value, Path):
+        return str(value)
+    return "inf" if value == math.inf else value
+
+
+def show(args: argparse.Namespace, report: Json) -> None:
+    """Print the results."""
+    results = report["results"]
+    if len(results) == 1:
+        print(text_report.block(results[0], flags.metrics_of(args), flags.percentiles_of(args)))
+    else:
+        print(text_report.table(results))
+    for best in report.get("goodput_search", []):
+        rate = best["max_rate_within_slo"]
+        told = "no rate" if rate is None else f"{rate:g} requests/s ({best['goodput_share']:.0%} within)"
+        print(f"{best['label']}: the highest rate that keeps {best['goodput_target']:.0%} within the limits: {told}")
+
+
+def save(args: argparse.Namespace, report: Json) -> None:
+    """Write the files that the flags ask for. Raises ConfigError for a file that cannot be written."""
+    if args.output_json is not None:
+        write(args.output_json, json.dumps(report, indent=2, allow_nan=False) + "\n", "--output-json")
+    if args.output_html is not None:
+        write(args.output_html, html_report.page(report), "--output-html")
+    if args.output_png is not None:
+        write(args.output_png, html_report.png(report), "--output-png")
+    if args.save_result:
+        folder = args.result_dir or Path()
+        for result in report["results"]:
+            limit = "" if result["max_concurrency"] is None else f"-concurrency{result['max_concurrency']}"
+            model = str(result["model_id"]).rsplit("/", 1)[-1]
+            name = f"{result['label']}-{result['request_rate']}qps{limit}-{model}-seed{result['seed']}"
+            name += f"-{result['date']}.json"
+            write(folder / name.replace("/", "_"), json.dumps(result, allow_nan=False) + "\n", "--result-dir")
+
+
+def write(path: Path, content: str | bytes, flag: str) -> None:
+    """Write a file and say so."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    except OSError as error:
+        field = flag.strip("-").replace("-", "_")
+        raise ConfigError(f"{flag} {path}: cannot be written: {error}", field=field) from error
+    print(f"wrote {path}", file=sys.stderr)

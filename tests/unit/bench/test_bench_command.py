@@ -1,0 +1,227 @@
+"""`pdserve bench` from its command line against a made-up service: results, sweeps, comparison, search, mistakes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.bench import flags
+from pdserve.bench.campaign import BenchPlan, BenchService, Campaign, LoadPoint
+from pdserve.bench.client import BenchClient, BenchTarget
+from pdserve.bench.load import run_load, single
+from pdserve.bench.metrics import Slo
+from pdserve.cli import bench
+from pdserve.errors import ConfigError
+from tests.unit.bench.kit import FakeService, Json, SteppedClock, event, piece, plain, serving, usage
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    args = bench.make_parser().parse_args(words)
+    flags.check(args)
+    return args
+
+
+async def run(service: FakeService, *words: str) -> Json:
+    small = ("--random-input-len", "7", "--random-output-len", "3")
+    args = parsed("--base-url", service.url, *(small if "--dataset-name" not in words else ()), *words)
+    report = await bench.run(args)
+    bench.show(args, report)
+    bench.save(args, report)
+    return report
+
+
+@pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/chat/completions", "/generate"])
+async def test_a_run_has_the_fields_of_vllm(endpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with serving(FakeService(plain)) as service:
+        out = tmp_path / "deep" / "out.json"
+        words = ["--endpoint", endpoint, "--num-prompts", "5", "--max-concurrency", "2", "--api-key", "secret-7"]
+        words += ["--save-result", "--save-detailed", "--result-dir", str(tmp_path / "each"), "--output-json", str(out)]
+        await run(service, *words, "--goodput", "ttft:60000", "--metadata", "build=x")
+        assert len(service.bodies) == 6 and set(service.paths) == {endpoint}, "one of them warms up"
+    (result,) = json.loads(out.read_text())["results"]
+    assert (result["completed"], result["failed"], result["total_output_tokens"]) == (5, 0, 15)
+    assert result["total_input_tokens"] == 35
+    assert (result["request_rate"], result["max_concurrency"], result["build"]) == ("inf", 2, "x")
+    assert result["model_id"] == "tiny" and result["goodput_share"] == 1.0
+    for name in ("ttft", "ttst", "tpot", "itl", "e2el"):
+        assert {f"{kind}_{name}_ms" for kind in ("mean", "median", "std", "p50", "p90", "p95", "p99")} <= set(result)
+    (file,) = (tmp_path / "each").iterdir()
+    assert json.loads(file.read_text()) == result and len(result["ttfts"]) == 5
+    text = capsys.readouterr().out
+    assert "Successful requests:                      5" in text and "P99 ITL (ms):" in text
+    assert "secret-7" not in text + out.read_text()
+
+
+async def test_a_sweep_has_a_run_for_each_rate_and_concurrency(capsys: pytest.CaptureFixture[str]) -> None:
+    async with serving(FakeService(plain)) as service:
+        words = [
+            "--num-prompts",
+            "3",
+            "--num-warmups",
+            "0",
+            "--request-rate",
+            "500",
+            "inf",
+            "--max-concurrency",
+            "1",
+            "4",
+        ]
+        report = await run(service, *words)
+        sent = [json.dumps(body["prompt"]) for body in service.bodies]
+    loads = [(result["request_rate"], result["max_concurrency"]) for result in report["results"]]
+    assert loads == [(500, 1), (500, 4), ("inf", 1), ("inf", 4)]
+    assert len(set(sent)) == 12, "no run finds the prompts of another one in a cache"
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["service"] + ["openai"] * 4
+
+
+async def test_two_services_get_the_same_requests_in_turn() -> None:
+    async with serving(FakeService(plain)) as one, serving(FakeService(plain)) as other:
+        words = [
+            "--compare",
+            other.url,
+            "--label",
+            "pair",
+            "--num-rounds",
+            "3",
+            "--num-prompts",
+            "2",
+            "--num-warmups",
+            "0",
+        ]
+        report = await run(one, *words)
+    order = [(result["label"], result["round"]) for result in report["results"]]
+    first, second = [("pair", 0), ("compared", 0)], [("compared", 1), ("pair", 1)]
+    assert order == [*first, *second, ("pair", 2), ("compared", 2)]
+    sent = [sorted(json.dumps(body["prompt"]) for body in service.bodies) for service in (one, other)]
+    assert sent[0] == sent[1] and len(set(sent[0])) == 6
+
+
+async def test_a_conversation_has_the_answers_before_its_next_turn() -> None:
+    async with serving(FakeService(plain)) as service:
+        words = [
+            "--dataset-name",
+            "conversations",
+            "--conversation-turns",
+            "3",
+            "--num-prompts",
+            "3",
+            "--num-warmups",
+            "0",
+        ]
+        words += ["--random-input-len", "4", "--random-output-len", "2", "--random-prefix-len", "2"]
+        await run(service, *words, "--endpoint", "/v1/chat/completions")
+        roles = [[message["role"] for message in body["messages"]] for body in service.bodies]
+        last = service.bodies[-1]["messages"]
+        service.bodies.clear()
+        await run(service, *words)
+    assert roles[0] == ["system", "user"] and roles[2] == ["system", *["user", "assistant"] * 2, "user"]
+    assert [message["content"] for message in last if message["role"] == "assistant"] == [" w0 w1"] * 2
+    texts = [body["prompt"] for body in service.bodies]
+    assert texts[1].startswith(texts[0] + "  w0 w1 ")
+
+
+def scripted(clock: SteppedClock, per_token_s: float) -> Any:
+    def answer(body: Json, path: str) -> list[tuple[float, bytes]]:
+        return [(per_token_s, piece(" a")), (0.0, usage(1, 1))]
+
+    return FakeService(answer, clock)
+
+
+async def test_a_request_waits_for_its_time_and_for_its_place() -> None:
+    clock = SteppedClock()
+    async with serving(scripted(clock, 0.5)) as service:
+        async with BenchClient(BenchTarget(base_url=service.url), clock) as client:
+            outcome = await run_load(
+                client, single([[1], [2]], 1), arrivals_s=[2.0, 2.0], max_concurrency=1, clock=clock, sleep=clock.sleep
+            )
+    assert min(record.start_s for record in outcome.records) >= 2.0
+    assert [record.ttft_s for record in outcome.records] == pytest.approx([0.5, 0.5]), "not the time in the queue"
+
+
+async def test_the_search_ends_at_the_highest_rate_within_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates: list[float] = []
+
+    async def measured(self: Campaign, service: Any, point: LoadPoint, round_index: int, seed: int) -> Json:
+        rates.append(point.rate)
+        return {"request_rate": point.rate, "goodput_share": 1.0 if point.rate <= limit else 0.5}
+
+    monkeypatch.setattr(Campaign, "_run_one", measured)
+    client = BenchClient(BenchTarget(base_url="http://a"))
+    plan = BenchPlan(sessions=lambda seed: [], slo=Slo.parse(["ttft:1"]))
+    campaign = Campaign(plan, [service := BenchService(label="x", client=client)])
+    for limit, first in ((5.3, 1.0), (0.4, 8.0), (5.3, 5.0)):
+        rates.clear()
+        best, results = await campaign.search(service, first, None)
+        assert limit / 1.12 < best["max_rate_within_slo"] <= limit < best["lowest_rate_beyond_slo"], rates
+        assert len(results) == len(rates) <= 12
+    for all_or_none, expected in ((math.inf, 2048.0), (0.0, None)):
+        limit = all_or_none
+        best, results = await campaign.search(service, 1.0, None)
+        assert best["max_rate_within_slo"] == expected and len(results) == 12
+
+
+async def test_a_search_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    async with serving(FakeService(plain)) as service:
+        words = ["--num-prompts", "2", "--goodput", "ttft:0.0001", "--search-goodput", "--request-rate", "4000"]
+        report = await run(service, *words)
+    assert report["goodput_search"][0]["max_rate_within_slo"] is None
+    assert "the highest rate that keeps 90% within the limits: no rate" in capsys.readouterr().out
+
+
+async def test_a_failed_warm_up_says_why() -> None:
+    def answer(body: Json, path: str) -> list[tuple[float, bytes]]:
+        return [(0.0, event({"error": {"message": "no such model"}}))]
+
+    async with serving(FakeService(answer)) as service:
+        with pytest.raises(ConfigError, match="the warm-up failed: error_event: no such model"):
+            await run(service, "--num-prompts", "1")
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        ("--num-prompts 0", "num_prompts"),
+        ("--request-rate 1 0", "request_rate"),
+        ("--request-rate nan", "request_rate"),
+        ("--max-concurrency 0", "max_concurrency"),
+        ("--burstiness 0", "burstiness"),
+        ("--random-range-ratio 1", "random_range_ratio"),
+        ("--dataset-name mooncake", "dataset_path"),
+        ("--dataset-path x", "dataset_path"),
+        ("--search-goodput", "search_goodput"),
+        ("--goodput itl:3", "goodput"),
+        ("--metric-percentiles 50,x", "metric_percentiles"),
+        ("--percentile-metrics ttft,foo", "percentile_metrics"),
+        ("--base-url localhost:8000", "base_url"),
+        ("--compare ftp://a", "compare"),
+        ("--metadata x", "metadata"),
+        ("--goodput-target 0", "goodput_target"),
+        ("--vocab-size 10", "vocab_size"),
+        ("--num-warmups -1", "num_warmups"),
+    ],
+)
+def test_a_wrong_flag_is_named(words: str, field: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parsed(*words.split())
+    assert raised.value.field == field and f"--{field.replace('_', '-')}" in str(raised.value)
+
+
+def test_flags_that_meet_in_the_request_are_checked_too() -> None:
+    for words, field in (
+        ("--extra-body [1]", "extra_body"),
+        ("--extra-body {", "extra_body"),
+        ("--header x", "header"),
+    ):
+        args = parsed(*words.split())
+        with pytest.raises(ConfigError) as raised:
+            flags.target_of(args, args.base_url)
+        assert raised.value.field == field
+    with pytest.raises(ConfigError, match="--prompt-type must be text for chat"):
+        flags.maker_of(parsed("--prompt-type", "ids"), "openai-chat")
+    with pytest.raises(ConfigError, match="--tokenizer"):
+        flags.maker_of(parsed("--tokenizer", "/no/such/model"), "openai")
