@@ -175,7 +175,7 @@ def check_access(client: FleetClient) -> Iterable[Finding]:
     if is_loopback(client.url) or client.status_without_key("/v1/models") != requests.codes.ok:
         return []
     what = "the service takes requests without a key, and its address is no loopback address"
-    fix = "start it with --api-key and --admin-api-key, or put a proxy with authentication before it"
+    fix = "set --api-key, --admin-api-key; or put a proxy with authentication before it"
     return [Finding(check="no_key", severity="warning", where=(client.url,), what=what, fix=fix)]
 
 
