@@ -58,7 +58,7 @@ class PodWorkers:
         """Pods whose workers are in use, by uid."""
         self._leaving: dict[str, str] = {}
         """Uid of the pod of each worker that is drained here, by the worker's id."""
-        registry.on_forgotten.append(lambda worker: self._leaving.pop(worker.id, None))
+        registry.on_forgotten.append(self._forget)
         self._warnings = SparingLog(log)
 
     def replace(self, pods: Iterable[KubePod]) -> None:
@@ -129,6 +129,9 @@ class PodWorkers:
         worker = self._registry.add(WorkerSpec(role=role, url=url, bootstrap_port=port, ask_bootstrap_port=ask))
         self._pods[pod.uid] = DiscoveredPod(name, url, worker.id)
         self._on_change()
+
+    def _forget(self, worker: Worker) -> None:
+        self._leaving.pop(worker.id, None)
 
     def _worker(self, known: DiscoveredPod) -> Worker | None:
         """Return the worker of a pod; None if it was removed by `DELETE /workers`."""
