@@ -61,7 +61,7 @@ class Diagnosis:
 
     def as_text(self) -> str:
         """Return the report for a terminal."""
-        lines = [f"{self.url}: " + (_count_roles(self.servers) or "no server")]
+        lines = [f"{self.url}: " + (_count_roles(self.servers) or "not read")]
         for one in self.findings:
             lines += ["", f"{one.severity}  {one.check}  {', '.join(one.where)}"]
             lines += textwrap.wrap(one.what, WIDTH, initial_indent="  ", subsequent_indent="  ")
@@ -119,10 +119,11 @@ def diagnose(client: FleetClient) -> Diagnosis:
 
 
 def _unreachable(client: FleetClient, error: RequestError) -> Finding:
-    fix = "check address and port, and that the router or server runs"
+    check, fix = "unreachable", "check address and port, and that the router or server runs"
     if error.status in (401, 403):
+        check = "key"
         fix = "give --api-key, or set PDSERVE_API_KEY; where servers require proofs, ask the router instead"
-    return Finding(check="unreachable", severity="error", where=(client.url,), what=error.message, fix=fix)
+    return Finding(check=check, severity="error", where=(client.url,), what=error.message, fix=fix)
 
 
 def check_ports(fleet: Fleet) -> Iterator[Finding]:
