@@ -71,6 +71,21 @@ class LatencySamples:
         return found
 
 
+class StoreTraffic:
+    """Turns the totals of the storage tier into rates."""
+
+    def __init__(self) -> None:
+        self._before: tuple[float, float, float] | None = None
+
+    def rates(self, now_s: float, read: float, written: float) -> dict[str, float]:
+        """Return the bytes a second since the last call, from totals in bytes; empty at first and after a restart."""
+        before, self._before = self._before, (now_s, read, written)
+        if before is None or now_s <= before[0] or read < before[1] or written < before[2]:
+            return {}
+        seconds = now_s - before[0]
+        return {"kv_store_read": (read - before[1]) / seconds, "kv_store_written": (written - before[2]) / seconds}
+
+
 class CallMeter:
     """Measures one request of a router: its end, and the pieces of its stream. It is written to one worker's samples.
 

@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from pdserve.base.clock import TokenRate
 from pdserve.observe.engine_metrics import EngineCollector
+from pdserve.observe.history import History
 from pdserve.observe.http_calls import HttpMetrics, RoutingKeyCollector
 from pdserve.observe.interval_stats import IntervalStats
 from pdserve.observe.request_series import SECONDS, SeriesByPriority
@@ -131,6 +132,8 @@ class ServerMetrics:
             self._ended.labels(**self._labels, outcome=outcome)
         self.interval = IntervalStats()
         """The same statistics of the last seconds, for the log."""
+        self.history = History()
+        """The same of the last fifteen minutes, for the page."""
         self.speculation = RecentAcceptance()
         """Acceptance of draft tokens, from the states that `render` and other readers take."""
         self._engine = EngineCollector(self._labels, own_counters, self.speculation, by_priority=by_priority)
@@ -180,6 +183,7 @@ class ServerMetrics:
         assert record.ttft_s is not None
         self._series.of(record.request.priority).ttft.observe(record.ttft_s)
         self.interval.first_token(record.ttft_s)
+        self.history.samples().ttft.add(record.ttft_s)
         for name, seconds in record.parts.items():
             self._parts.labels(**self._labels, part=name).observe(seconds)
 
@@ -199,6 +203,10 @@ class ServerMetrics:
         for _ in range(num_tokens):
             itl.observe(gap_s)
         self.interval.next_tokens(gap_s, num_tokens)
+        samples = self.history.samples()
+        samples.itl.add(gap_s, num_tokens)
+        if record.completion_tokens == 1 and record.ttft_s is not None:
+            samples.second_token.add(record.ttft_s + gap_s)
 
     def generated(self, record: RequestRecord, num_tokens: int) -> None:
         """See `RequestMetrics`."""
@@ -210,6 +218,9 @@ class ServerMetrics:
         """See `RequestMetrics`."""
         self._live.dec()
         self.interval.ended()
+        samples = self.history.samples()
+        samples.requests += 1
+        samples.failed += record.failure is not None and record.failure.status >= 500
         self._routing_keys.requests.pop(id(record), None)
         self._ended.labels(**self._labels, outcome=record.outcome).inc()
         if record.outcome == "abort":

@@ -31,7 +31,7 @@ from pdserve.router.config.config import RouterConfig
 from pdserve.router.dashboard.history import RouterHistory
 from pdserve.router.dashboard.observe import PATH as OBSERVE_PATH
 from pdserve.router.dashboard.observe import Observer
-from pdserve.router.dashboard.page_files import PageFiles
+from pdserve.router.dashboard.page import DashboardPage
 from pdserve.router.discovery.kube_api import KubeAccess, KubeApi
 from pdserve.router.discovery.pods import PodDiscovery, PodWorkers
 from pdserve.router.http import (
@@ -117,7 +117,7 @@ class RouterApp:
         self.history = RouterHistory(self._observer, self.admission)
         self._engine_metrics = EngineMetrics(config, self.registry, session, self.admission.now)
         self._openapi = OpenApi(self._fanout, FORWARDED, self.routes, with_keys=config.access.keys.some)
-        self._page = PageFiles()
+        self._page = DashboardPage()
         self._stats = RouterStats()
         self._background: list[asyncio.Task[None]] = []
         endpoint = config.otlp_traces_endpoint

@@ -43,6 +43,7 @@ from pdserve.http.credentials import authorization_of
 from pdserve.http.docs_files import is_docs_path
 from pdserve.http.error_forms import ANTHROPIC_REQUEST_ID, CONVERTED_PATHS, converted_error
 from pdserve.http.errors import HttpRefusal
+from pdserve.http.page_files import is_page_path
 from pdserve.observe.http_calls import CLIENT_GONE, log_access
 from pdserve.observe.tracing import CallSpan, Tracing
 from pdserve.router.config.config import RouterAccessConfig
@@ -98,9 +99,6 @@ def half_of(trace: CallTrace | None, role: str, url: str) -> Iterator[Mapping[st
 
 PUBLIC_PATHS = frozenset({"/health", "/readiness", "/ready", "/liveness", "/ping", "/metrics", "/engine_metrics"})
 """Paths for probes and Prometheus, which need no key; their answers contain no data of requests."""
-
-PAGE_PATHS = ("/", "/page/")
-"""The dashboard page and the folder of its files, which need no key and are the same in every deployment."""
 
 ADMIN_PATHS = COMMANDS | {"/add_worker", "/remove_worker"}
 KINDS = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
@@ -296,7 +294,7 @@ class Access:
 
 def is_public(path: str) -> bool:
     """Whether a path needs no key."""
-    return path in PUBLIC_PATHS or path == PAGE_PATHS[0] or path.startswith(PAGE_PATHS[1]) or is_docs_path(path)
+    return path in PUBLIC_PATHS or path == "/" or is_page_path(path) or is_docs_path(path)
 
 
 def is_admin(method: str, path: str) -> bool:

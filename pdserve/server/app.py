@@ -32,9 +32,10 @@ from pdserve.http.access import (
     SNAPSHOT_TYPE,
 )
 from pdserve.http.session_proof import CHALLENGE_PATH
+from pdserve.observe.history import PATH as HISTORY_PATH
 from pdserve.observe.interval_stats import log_server_stats
 from pdserve.observe.metrics import ServerMetrics
-from pdserve.server import openapi
+from pdserve.server import dashboard, openapi
 from pdserve.server.anthropic_api.endpoint import count_tokens, messages
 from pdserve.server.anthropic_api.schemas import MessagesBody
 from pdserve.server.context import Endpoint, ServerContext
@@ -136,6 +137,7 @@ INPUTS = openapi.Inputs(
     {
         "/flush_cache": {"timeout": {"type": "number", "minimum": 0, "maximum": admin.MAX_FLUSH_WAIT_S}},
         "/v1/loads": {"dp_rank": {"type": "integer", "minimum": 0}},
+        HISTORY_PATH: {name: {"type": "number", "minimum": 0} for name in ("seconds", "since")},
         RESTORE_PATH: {"kv": {"type": "string", "enum": list(KV_RULES)}},
         CHALLENGE_PATH: {"nonce": {"type": "string", "pattern": "^[0-9a-f]{32}$"}},
     },
@@ -200,6 +202,7 @@ def create_app(
         if config.observe.log_stats_interval:
             stats = log_server_stats(metrics.interval, client.state, config.observe.log_stats_interval)
             background.append(asyncio.create_task(stats))
+        background.append(asyncio.create_task(history.run()))
         yield
         for task in background:
             task.cancel()
@@ -237,6 +240,7 @@ def create_app(
     openapi.install(app, INPUTS, with_keys=config.access.keys.some)
     openapi.install_docs(app)
     observer = observability.install(app, context)
+    history = dashboard.install(app, context)
     app.add_middleware(DrainGateMiddleware, drain_gate=drain_gate)
     middleware.install(app, config.access, context.max_body_bytes, proof)
     app.add_middleware(ErrorFormMiddleware)

@@ -29,6 +29,7 @@ MAX_ANSWER_BYTES = 1 << 20
 MAX_EVENT_BYTES = 64 << 20
 FAILED = "migration_failed"
 REFUSED = "migration_refused"
+NO_ROOM = "migration_no_room"
 NO_CACHE = "no_prefix_cache"
 _EVENT = b"data: "
 
@@ -87,7 +88,7 @@ class MigrationClient:
         """Have the server at `url` take the request; return once it computes it.
 
         Raises:
-            RequestError: 409 naming the field in which the servers differ; 502 otherwise.
+            RequestError: 409 naming the field in which the servers differ; 503 without memory there; 502 otherwise.
         """
         body = msgspec.json.encode(taken)
         try:
@@ -150,6 +151,8 @@ def _refusal(url: URL, status: int, answer: bytes) -> RequestError:
         return _failed(f"{url} answered {status}")
     if code == NO_CACHE:
         return RequestError(message, status=409, code=NO_CACHE)
+    if code == NO_ROOM:
+        return RequestError(f"{url}: {message}", field="to", status=503, code=NO_ROOM)
     if code == "lora_mismatch":
         return RequestError(f"{url}: {message}", field="lora_path", status=409, code=REFUSED)
     if code == "handshake_refused":

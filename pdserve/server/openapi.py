@@ -39,6 +39,61 @@ ERRORS = {
 }
 
 
+SUMMARIES = {
+    "/v1/chat/completions": "Chat completion (OpenAI)",
+    "/v1/completions": "Text completion (OpenAI)",
+    "/v1/responses": "Response (OpenAI)",
+    "/v1/messages": "Message (Anthropic)",
+    "/v1/messages/count_tokens": "Number of prompt tokens of a message (Anthropic)",
+    "/generate": "Generate from text or token ids (SGLang)",
+    "/api/chat": "Chat (Ollama)",
+    "/api/generate": "Generate from a prompt (Ollama)",
+    "/api/show": "Facts about the model (Ollama)",
+    "/api/tags": "Served models (Ollama)",
+    "/api/version": "Version (Ollama)",
+    "/tokenize": "Text or messages to token ids",
+    "/detokenize": "Token ids to text",
+    "/parse_function_call": "Tool calls in a text",
+    "/separate_reasoning": "Reasoning in a text",
+    "/v1/models": "Served models",
+    "/v1/models/{name}": "One served model",
+    "/model_info": "Facts about the model",
+    "/server_info": "Flags, limits and state of the server",
+    "/weight_version": "Version of the weights",
+    "/version": "Version of pdserve",
+    "/get_load": "Requests and tokens of each replica",
+    "/v1/loads": "Requests and tokens of each replica",
+    "/metrics": "Metrics in Prometheus's format",
+    "/observe": "Live view of requests, queues and memory",
+    "/health": "Whether the server lives",
+    "/ready": "Whether the server takes requests",
+    "/ping": "Whether the HTTP server answers",
+    "/health_generate": "Compute one token",
+    "/health_pair": "Probe a pair of servers with one token",
+    "/flush_cache": "Drop the cached prefixes",
+    "/hicache/storage-backend/clear": "Remove all objects of the KV store",
+    "/abort_request": "Abort requests",
+    "/pause_generation": "Stop computing",
+    "/continue_generation": "Compute again",
+    "/load_lora_adapter": "Load a LoRA adapter",
+    "/unload_lora_adapter": "Unload a LoRA adapter",
+    "/start_profile": "Start torch's profiler",
+    "/stop_profile": "Stop torch's profiler",
+    "/pd_role_switch": "Change the role of the server",
+    "/migrate": "Move a running request to another server",
+    "/replicate": "Send a cached prefix to another server",
+    "/migrate_in": "Take a running request over (for servers)",
+    "/migrate_stream": "The rest of a moved stream (for servers)",
+    "/extract": "A running request as a snapshot",
+    "/restore": "Continue the request of a snapshot",
+    "/suspend": "Stop a running request and keep it",
+    "/resume": "Continue a suspended request",
+    "/declare_peer_dead": "Free the pages that a dead peer could write to",
+    "/control_challenge": "Prove the control token (for servers)",
+}
+"""Summaries of operations by path; other paths, and aliases of these, have the names of their routes."""
+
+
 LATER = frozenset({"/pd_role_switch"})
 """Routes that may answer 202 before the operation is complete."""
 
@@ -114,9 +169,15 @@ def _plain(path: str) -> str:
     return path.replace(":path}", "}")
 
 
+def _unaliased(path: str) -> str:
+    """Return the path that `path` is another name of, as `/get_X` of `/X`."""
+    return path.replace("/get_", "/", 1).replace("/v1/tok", "/tok").replace("/v1/detok", "/detok").replace("iness", "y")
+
+
 def _operation(route: APIRoute, query: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     good = {"200": "the response; with `stream`, server-sent events"}
     if route.path in LATER:
         good["202"] = "the operation has started"
-    summary = route.summary or route.name.replace("_", " ")
-    return openapi_operation(_plain(route.path), summary, good, ERRORS, query, REF)
+    path = _plain(route.path)
+    summary = SUMMARIES.get(path) or SUMMARIES.get(_unaliased(path)) or route.name.replace("_", " ")
+    return openapi_operation(path, summary, good, ERRORS, query, REF)

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import requests
 
-from tests.e2e.harness import Server, assert_idle, running, start_server
-from tests.e2e.moves import assert_equal, greedy, migrate, refusal, seeded, servers
+from tests.e2e.harness import Server, assert_idle, running, start_router, start_server
+from tests.e2e.moves import AT, RIDS, Servers, assert_equal, greedy, migrate, refusal, seeded, servers
+from tests.e2e.test_retry_streams import gist
 from tests.tiny import Family
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -120,3 +121,53 @@ def test_the_source_is_killed_in_the_middle(late: bool, tiny_checkpoint: Callabl
         assert_idle(target, made.prefill, deadline_s=60)
         assert target.counter("migrations_in") == late
         assert_equal(made.run(target, greedy()), expected)
+
+
+def test_a_router_goes_on_when_the_source_dies(tiny_checkpoint: Callable[[Family], Path]) -> None:
+    """The request is computed on another pair, and the stream has the same tokens."""
+    model = str(tiny_checkpoint("llama"))
+    source = start_server(model, "decode", *FLAGS, CACHED, name="source")
+    with servers(model, [(CACHED,)], *FLAGS) as made, running(source):
+        (target,) = made.decodes
+        expected = made.run(target, seeded())
+        router = start_router(
+            [made.prefill], [source, target], "--retry-streams", "2", "--decode-policy", "round_robin"
+        )
+        with running(router):
+            for _ in range(4):
+                if run_through(router, made, source, target, expected):
+                    break
+            else:
+                pytest.fail("no request has come to the source")
+            assert_idle(made.prefill, target, deadline_s=60)
+
+
+def run_through(router: Server, made: Servers, source: Server, target: Server, expected: dict[str, Any]) -> bool:
+    """Run a request through a router, and return whether it came to `source`.
+
+    In that case `source` is killed while the request moves.
+    """
+    body = seeded() | {"rid": f"routed-{next(RIDS)}", "stream": True}
+    killed = False
+
+    def at_last(post: Post) -> None:
+        nonlocal killed
+        assert post()[0] == 200
+        killed = True
+        source.kill()
+
+    events = []
+    with requests.post(f"{router.url}/generate", json=body, stream=True, timeout=120) as answer:
+        assert answer.status_code == 200, answer.text
+        for line in answer.iter_lines():
+            if not line or line == b"data: [DONE]":
+                continue
+            events.append(json.loads(line.removeprefix(b"data: ")))
+            if len(events) == AT:
+                with gateway(target, at_last) as url:
+                    try:
+                        assert migrate(source, body["rid"], url, attach=True).status_code == 404
+                    except requests.ConnectionError:
+                        assert killed
+    assert_equal(gist("/generate", events), expected)
+    return killed

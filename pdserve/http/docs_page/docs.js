@@ -6,6 +6,7 @@ import { example, typeOf } from "./schema.js";
 const METHODS = ["get", "post", "put", "patch", "delete"];
 const MAX_SHOWN_CHARS = 65536;
 const MAX_DEPTH = 6;
+const FIRST = ["/v1/", "/generate", "/api/"];
 const byId = (id) => document.getElementById(id);
 let key = "";
 let schemas = {};
@@ -60,8 +61,10 @@ function fields(schema, depth = 0) {
     }
     return [el("code", {}, name + (required.has(name) ? " *" : "")), type, field.description ?? ""];
   });
+  const isDescribed = rows.some((cells) => cells[2]);
+  const names = isDescribed ? ["field", "type", "meaning"] : ["field", "type"];
   const text = schema.description ? [el("p", { class: "muted" }, schema.description)] : [];
-  return el("div", {}, ...text, rows.length ? table(["field", "type", "meaning"], rows) : "");
+  return el("div", {}, ...text, rows.length ? table(names, rows.map((cells) => cells.slice(0, names.length))) : "");
 }
 
 /** Details whose content is made when they are first opened. */
@@ -143,7 +146,9 @@ function show(document_) {
   byId("version").textContent = document_.info?.version ?? "";
   const list = byId("operations");
   list.replaceChildren();
-  for (const [path, methods] of Object.entries(document_.paths ?? {})) {
+  const rank = (path) => FIRST.findIndex((prefix) => path.startsWith(prefix)) + 1 || FIRST.length + 1;
+  const paths = Object.entries(document_.paths ?? {}).sort(([a], [b]) => rank(a) - rank(b));
+  for (const [path, methods] of paths) {
     for (const method of METHODS.filter((name) => methods[name])) {
       const operation = methods[method];
       const title = el("summary", {}, el("span", { class: "method" }, method.toUpperCase()), el("code", { class: "path" }, path), el("span", { class: "muted" }, operation.summary ?? ""));

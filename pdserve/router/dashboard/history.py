@@ -15,7 +15,7 @@ from aiohttp import web
 
 from pdserve.errors import RequestError
 from pdserve.http.errors import HttpRefusal
-from pdserve.observe.history import INTERVAL_S, History
+from pdserve.observe.history import INTERVAL_S, History, StoreTraffic
 from pdserve.router.config.config import WorkerRole
 from pdserve.router.dashboard.cluster_snapshot import ObserveReply, StateSnapshot
 from pdserve.router.dashboard.observe import Observer
@@ -37,8 +37,7 @@ class RouterHistory:
         self.history = History()
         self._observer = observer
         self._admission = admission
-        self._traffic: dict[Worker, tuple[float, float, float]] = {}
-        """By worker: time, and the totals that were read from and written to the store."""
+        self._traffic: dict[Worker, StoreTraffic] = {}
 
     async def get(self, request: web.Request) -> web.Response:
         """Return the history of the fleet or of one worker; docs/router.md lists its fields."""
@@ -59,7 +58,7 @@ class RouterHistory:
         answers = await self._observer.answers()
         now = self._admission.now()
         gauges = {worker: self._gauges(worker, answer, now) for worker, answer in answers.items()}
-        self._traffic = {worker: totals for worker, totals in self._traffic.items() if worker in answers}
+        self._traffic = {worker: known for worker, known in self._traffic.items() if worker in answers}
         fleet = summed(gauges.values())
         fleet["queued"] = (fleet["queued"] or 0) + self._admission.num_waiting
         fleet["running"] = sum(worker.inflight for worker in answers if worker.spec.role is not WorkerRole.PREFILL)
@@ -75,21 +74,12 @@ class RouterHistory:
         found["accept_length"] = answer.rates.spec_accept_length or None
         if worker.spec.role is not WorkerRole.PREFILL:
             found["tokens_per_s"] = answer.rates.generation_tokens_per_s
-        return found | self._store_traffic(worker, states, now)
-
-    def _store_traffic(self, worker: Worker, states: Iterable[StateSnapshot], now: float) -> Gauges:
-        """Return the bytes a second since the last point; empty at the first one, and after a restart."""
         tiers = [state.tiers for state in states if state.tiers.store is not None]
-        if not tiers:
-            return {}
-        read = sum(tier.store_read_bytes or 0 for tier in tiers)
-        written = sum(tier.store_written_bytes or 0 for tier in tiers)
-        before = self._traffic.get(worker)
-        self._traffic[worker] = (now, read, written)
-        if before is None or now <= before[0] or read < before[1] or written < before[2]:
-            return {}
-        seconds = now - before[0]
-        return {"kv_store_read": (read - before[1]) / seconds, "kv_store_written": (written - before[2]) / seconds}
+        if tiers:
+            read = sum(tier.store_read_bytes or 0 for tier in tiers)
+            written = sum(tier.store_written_bytes or 0 for tier in tiers)
+            found |= self._traffic.setdefault(worker, StoreTraffic()).rates(now, read, written)
+        return found
 
 
 def state_gauges(states: list[StateSnapshot]) -> Gauges:

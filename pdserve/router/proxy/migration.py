@@ -5,7 +5,7 @@
                            200 ──> the request runs at D
                                      attach: S ends the stream with the event `migrated`, and `StreamProgress` opens
                                      the rest at D; else: S passes D's answer on, and its connection stays open
-                           409, 502 ──> the request goes on at S; another D, or later once more
+                           409, 502, 503 ──> the request goes on at S; another D, or later once more
 
 `docs/migration.md` has the contract of `/migrate`. A request without a `rid` that names it alone (`n` above 1, batches)
 does not move: it ends where it runs.
@@ -223,7 +223,7 @@ def _result_of(status: int, answer: dict[str, Any]) -> str:
     code = error.get("code") if isinstance(error, dict) else None
     if status == 404:
         return GONE if code == "no_such_request" else REFUSED  # a server without the endpoint moves nothing
-    if code in ("not_migratable", "migration_under_way"):
+    if code in ("not_migratable", "migration_under_way", "migration_no_room"):
         return LATER
     return REFUSED if code == "migration_refused" else FAILED
 

@@ -217,18 +217,19 @@ def test_what_cannot_move_now_is_tried_again_and_a_refusal_leaves_it_where_it_is
             source.refusals = [
                 (404, "no_such_request", "rid"),
                 (409, "not_migratable", "rid"),
+                (503, "migration_no_room", "to"),
                 (409, "migration_refused", "page_size"),
             ]
             await two.drain(url, number)
             await until(lambda: not source.refusals)
             await settle()
-            assert len(source.calls) == 3, "no other worker is left to ask"
+            assert len(source.calls) == 4, "no other worker is left to ask"
             for _ in range(NUM_TOKENS):
                 source.step()
             assert await task == WHOLE
             metrics = await two.metrics(url)
-            for result in ("gone", "later", "refused"):
-                assert f'pdserve_router_migrations_total{{result="{result}"}} 1.0' in metrics
+            for result, count in (("gone", 1), ("later", 2), ("refused", 1)):
+                assert f'pdserve_router_migrations_total{{result="{result}"}} {count}.0' in metrics
 
     run_world(scenario)
 

@@ -250,6 +250,12 @@ def test_other_weights_of_an_adapter_are_a_refusal() -> None:
     assert (error.status, error.code, error.field) == (409, "migration_refused", "lora_path")
 
 
+def test_a_server_without_room_is_asked_again_later() -> None:
+    body = {"error": {"code": "migration_no_room", "message": "no row or KV memory is free", "param": None}}
+    error = _refusal(URL(TO), 503, orjson.dumps(body))
+    assert (error.status, error.code, error.field) == (503, "migration_no_room", "to")
+
+
 async def test_without_a_commit_the_other_copy_ends(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(migration, "ATTACH_S", 0.05)
     async with two(tokenizer, monkeypatch) as (source, target):
