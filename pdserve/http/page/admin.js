@@ -24,7 +24,7 @@ class Admin extends HTMLElement {
     this.address = el("code");
     this.note = el("p", { class: "note", role: "status" });
     this.drain = el("button", { type: "button", onclick: () => this.#drain() });
-    this.role = el("button", { type: "button", onclick: () => this.#switch() });
+    this.roleButton = el("button", { type: "button", onclick: () => this.#switch() });
     this.running = el("ul", { class: "running" });
     this.none = el("p", { class: "muted" });
     const close = el("button", { type: "button", class: "quiet close", onclick: () => this.dialog.close() }, "Close");
@@ -32,7 +32,7 @@ class Admin extends HTMLElement {
     this.dialog = el("dialog", { class: "wide", "aria-labelledby": "admin-title" },
       el("div", { class: "head" }, el("div", {}, this.heading, this.address), close),
       el("p", { class: "muted" }, "Commands need the router's --admin-api-key, or its --api-key if it has no admin key."),
-      el("div", { class: "actions" }, this.drain, this.role), this.note, this.moves);
+      el("div", { class: "actions" }, this.drain, this.roleButton), this.note, this.moves);
     this.dialog.addEventListener("click", (event) => event.target === this.dialog && this.dialog.close());
     this.append(this.dialog);
   }
@@ -56,8 +56,8 @@ class Admin extends HTMLElement {
     put(this.address, host(worker.url));
     put(this.drain, worker.draining ? "Serve again" : "Drain");
     this.drain.title = worker.draining ? "It gets new requests again" : "It gets no new requests; running requests go on";
-    this.role.hidden = worker.worker_type === "regular";
-    put(this.role, `Make it a ${this.#other(worker)} server`);
+    this.roleButton.hidden = worker.worker_type === "regular";
+    put(this.roleButton, `Make it a ${this.#other(worker)} server`);
     const others = picture.workers.filter((one) => one.worker_type === "decode" && one.id !== worker.id && one.is_healthy && !one.draining);
     const own = (picture.router.running ?? []).filter((one) => one.decode === worker.url && one.rid !== null);
     this.moves.hidden = worker.worker_type !== "decode";

@@ -46,7 +46,7 @@ feed.addEventListener("picture", ({ detail: picture }) => {
   setBanner(null);
   showHeader(picture);
   find("#lock").hidden = feed.key === null;
-  for (const name of ["pd-tiles", "pd-map", "pd-ttft", "pd-admin"]) find(name).show(picture);
+  for (const name of ["pd-tiles", "pd-map", "pd-ttft", "pd-request", "pd-admin"]) find(name).show(picture);
   history.start();
 });
 

@@ -115,11 +115,11 @@ class Chart {
       width: this.canvas.clientWidth,
       height: HEIGHT,
       legend: { show: false },
-      padding: [8, 8, 0, 0],
+      padding: [8, 18, 0, 0],
       cursor: { y: false, drag: { x: false, y: false }, points: { size: 6 } },
       scales: { x: { time: true, auto: false }, y: { auto: false } },
       axes: [
-        { ...axis, size: 24, gap: 2, space: 60, values: (_, splits) => splits.map((at) => clock.format(new Date(at * 1000)).slice(0, history.range > 60 ? 5 : 8)) },
+        { ...axis, size: 24, gap: 2, space: (_, index, from, to) => (to - from < 100 ? 52 : 40), values: (_, splits) => splits.map((at) => clock.format(new Date(at * 1000)).slice(0, history.range > 60 ? 5 : 8)) },
         { ...axis, size: 58, gap: 4, space: 28, values: (_, splits) => splits.map((value) => (this.spec.text === seconds ? tick(value) : this.spec.text(value))) },
       ],
       series: [{}, ...this.spec.lines.map(([name, line]) => ({

@@ -9,13 +9,13 @@ const host = (url) => url.replace(/^https?:\/\//, "");
 
 /** The parts of one half as [name, begin, seconds], from the arrival of the first half on. The rest after the first token
  * is `generation`. */
-function partsOf(half, began) {
+function partsOf(role, half, began) {
   let at = Math.max(0, half.arrived_at - began);
   const parts = Object.entries(half.ttft_parts).map(([name, value]) => {
     at += value;
     return [name, at - value, value];
   });
-  if (half.ttft_s !== null && half.e2e_s !== null && half.e2e_s > half.ttft_s) parts.push(["generation", at, half.e2e_s - half.ttft_s]);
+  if (role !== "prefill" && half.ttft_s !== null && half.e2e_s !== null && half.e2e_s > half.ttft_s) parts.push(["generation", at, half.e2e_s - half.ttft_s]);
   return parts.filter(([, , value]) => value > 0);
 }
 
@@ -36,12 +36,13 @@ class RequestDialog extends HTMLElement {
   open(request, now) {
     const halves = ROLES.filter((role) => role in request.halves).map((role) => [role, request.halves[role]]);
     const whole = request.halves.decode ?? request.halves.regular ?? request.halves.prefill;
+    this.key = request.key;
     put(this.heading, `${whole.path ?? "Request"}`);
     const error = halves.map(([, half]) => half.error).find(Boolean);
     const facts = [
       ["id", whole.id],
       ["arrived", `${span(now - request.arrived_at)} ago`],
-      ["outcome", error ? "failed" : whole.outcome || "running"],
+      ["outcome", error ? "failed" : request.halves.prefill && !request.halves.decode ? "runs at decode" : whole.outcome],
       ...halves.map(([role, half]) => [role === "regular" ? "server" : role, host(half.url)]),
       ["room", whole.room],
       ["prompt", `${count(whole.prompt_tokens)} tokens, ${count((request.halves.prefill ?? whole).cached_tokens)} cached`],
@@ -58,8 +59,14 @@ class RequestDialog extends HTMLElement {
     if (!this.dialog.open) this.dialog.showModal();
   }
 
+  /** Called with every snapshot: the open request may have ended at decode meanwhile. */
+  show({ router, requests }) {
+    const found = this.dialog.open && requests.find((one) => one.key === this.key);
+    if (found) this.open(found, router.time);
+  }
+
   #showParts(halves, began) {
-    const rows = halves.flatMap(([role, half]) => partsOf(half, began).map((part) => [role, ...part]));
+    const rows = halves.flatMap(([role, half]) => partsOf(role, half, began).map((part) => [role, ...part]));
     const whole = Math.max(1e-6, ...rows.map(([, , at, value]) => at + value));
     const ticks = el("div", { class: "ticks", "aria-hidden": "true" }, ...[0, 1, 2, 3, 4].map((step) => el("span", {}, step ? tick((whole * step) / 4) : "0")));
     const nodes = rows.map(([role, name, at, value]) => {
