@@ -27,7 +27,7 @@ def ask(url: str, prompt: str, max_tokens: int) -> dict[str, Any]:
     answer = requests.post(f"{url}/v1/completions", json=body, timeout=600)
     answer.raise_for_status()
     seconds = time.perf_counter() - started
-    timing: dict[str, Any] = answer.json()["pdserve"]["timing"]
+    timing: dict[str, Any] = answer.json()["pdserve"]
     ttft_s = sum(timing.get(part) or 0.0 for part in PARTS[:4])
     return timing | {"ttft_s": ttft_s, "itl_s": max(0.0, seconds - ttft_s) / max(1, max_tokens - 1)}
 

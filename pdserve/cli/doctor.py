@@ -61,7 +61,7 @@ class Diagnosis:
 
     def as_text(self) -> str:
         """Return the report for a terminal."""
-        lines = [f"{self.url}: " + (_count_roles(self.servers) or "no server")]
+        lines = [f"{self.url}: " + (_count_roles(self.servers) or "not read")]
         for one in self.findings:
             lines += ["", f"{one.severity}  {one.check}  {', '.join(one.where)}"]
             lines += textwrap.wrap(one.what, WIDTH, initial_indent="  ", subsequent_indent="  ")
@@ -119,10 +119,11 @@ def diagnose(client: FleetClient) -> Diagnosis:
 
 
 def _unreachable(client: FleetClient, error: RequestError) -> Finding:
-    fix = "check address and port, and that the router or server runs"
+    check, fix = "unreachable", "check address and port, and that the router or server runs"
     if error.status in (401, 403):
+        check = "key"
         fix = "give --api-key, or set PDSERVE_API_KEY; where servers require proofs, ask the router instead"
-    return Finding(check="unreachable", severity="error", where=(client.url,), what=error.message, fix=fix)
+    return Finding(check=check, severity="error", where=(client.url,), what=error.message, fix=fix)
 
 
 def check_ports(fleet: Fleet) -> Iterator[Finding]:
@@ -175,7 +176,7 @@ def check_access(client: FleetClient) -> Iterable[Finding]:
     if is_loopback(client.url) or client.status_without_key("/v1/models") != requests.codes.ok:
         return []
     what = "the service takes requests without a key, and its address is no loopback address"
-    fix = "start it with --api-key and --admin-api-key, or put a proxy with authentication before it"
+    fix = "set --api-key, --admin-api-key; or put a proxy with authentication before it"
     return [Finding(check="no_key", severity="warning", where=(client.url,), what=what, fix=fix)]
 
 

@@ -77,7 +77,14 @@ def duration(seconds: float) -> str:
     minutes, hours = int(seconds) // 60, int(seconds) // 3600
     if hours >= 48:
         return f"{hours // 24}d {hours % 24}h"
-    return f"{hours}h {minutes % 60}m" if hours else f"{minutes}m {int(seconds) % 60}s"
+    if hours:
+        return f"{hours}h {minutes % 60}m"
+    return f"{minutes}m {int(seconds) % 60}s" if minutes else f"{int(seconds)}s"
+
+
+def size(num_bytes: float) -> str:
+    """Write a number of bytes in GB, or in MB below 1 GB."""
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
 COLUMNS = (
@@ -281,7 +288,7 @@ def edge_lines(observed: Json) -> Iterator[str]:
     edges = sorted(observed.get("edges") or [], key=lambda one: -(one.get("bytes") or 0))
     for edge in edges[:12]:
         ends = [str(edge.get(f"{end}_url") or edge.get(end)) for end in ("from", "to")]
-        moved = f"{(edge.get('bytes') or 0) / 1e9:.2f} GB in {edge.get('transfers', 0)} transfers"
+        moved = f"{size(edge.get('bytes') or 0)} in {edge.get('transfers', 0)} transfers"
         now = f"{edge.get('gb_per_s') or 0.0:.2f} GB/s, {edge.get('in_flight', 0)} in flight"
         failed = f", {edge['failures']} failed" if edge.get("failures") else ""
         state = "" if edge.get("peer_state") in ("ready", None) else f" [{edge['peer_state']}]"

@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 
+from pdserve.http.error_forms import inner_error
 from tests.fuzz.structs import change_bytes, change_tree
 from tests.fuzz.watch import LoopWatch, rss_mb
 from tests.unit.server.server_kit import Bench, bench, tiny_tokenizer
@@ -155,7 +156,7 @@ async def run(num_bodies: int, seed: int) -> HttpReport:
     report, rng = HttpReport(), random.Random(seed)
     tokenizer = tiny_tokenizer()
     began = time.monotonic()
-    async with bench(tokenizer) as server, LoopWatch() as watch:
+    async with bench(tokenizer, enable_ollama_api=True) as server, LoopWatch() as watch:
         document = (await server.http.get("/openapi.json")).json()
         bodies = Bodies(rng, document)
         base = rss_mb()
@@ -201,8 +202,8 @@ async def post(server: Bench, path: str, body: bytes, report: HttpReport) -> Non
 def error_message(answer: httpx.Response) -> str:
     """What an error says; empty when it is no error object."""
     try:
-        return str(answer.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
+        return str(inner_error(answer.json())["message"])
+    except (ValueError, KeyError):
         return ""
 
 

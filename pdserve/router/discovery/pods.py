@@ -55,6 +55,10 @@ class PodWorkers:
         self._registry = registry
         self._on_change = on_change
         self._pods: dict[str, DiscoveredPod] = {}
+        """Pods whose workers are in use, by uid."""
+        self._leaving: dict[str, str] = {}
+        """Uid of the pod of each worker that is drained here, by the worker's id."""
+        registry.on_forgotten.append(self._forget)
         self._warnings = SparingLog(log)
 
     def replace(self, pods: Iterable[KubePod]) -> None:
@@ -95,12 +99,21 @@ class PodWorkers:
         if known is None or worker is None:
             return
         log.info("pod %s leaves: %s", known.name, reason)
+        if not worker.leaving:  # else it was removed through the API, and stays removed
+            self._leaving[worker.id] = uid
         self._registry.remove(worker)
         self._on_change()
 
     def _add(self, pod: KubePod, role: WorkerRole, url: str) -> None:
         name = f"{pod.namespace}/{pod.name}"
         there = self._registry.find(url)
+        if there is not None and self._leaving.pop(there.id, None) == pod.uid:
+            log.info("pod %s is selected again", name)
+            self._registry.resume(there)
+            there.pod_ready = True
+            self._pods[pod.uid] = DiscoveredPod(name, url, there.id)
+            self._on_change()
+            return
         if there is not None:
             owner = next((uid for uid, one in self._pods.items() if one.worker_id == there.id), None)
             if owner is None and not there.leaving:
@@ -116,6 +129,9 @@ class PodWorkers:
         worker = self._registry.add(WorkerSpec(role=role, url=url, bootstrap_port=port, ask_bootstrap_port=ask))
         self._pods[pod.uid] = DiscoveredPod(name, url, worker.id)
         self._on_change()
+
+    def _forget(self, worker: Worker) -> None:
+        self._leaving.pop(worker.id, None)
 
     def _worker(self, known: DiscoveredPod) -> Worker | None:
         """Return the worker of a pod; None if it was removed by `DELETE /workers`."""

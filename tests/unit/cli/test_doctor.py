@@ -158,5 +158,6 @@ def test_a_wrong_key_is_told_and_the_right_one_suffices(
     service.keys = ("right",)
     status, told = diagnosed(service, capsys, "--api-key", "wrong")
     assert status == 1
+    assert told["findings"][0]["check"] == "key"
     assert "--api-key" in told["findings"][0]["fix"]
     assert diagnosed(service, capsys, "--api-key", "right")[0] == 0

@@ -130,6 +130,40 @@ def test_requests_go_through_discovered_pods_and_a_terminating_one_is_drained(ru
     run_world(scenario)
 
 
+def test_a_pod_whose_labels_come_back_while_it_drains_keeps_its_requests(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        async with kube_server() as kube:
+            end = asyncio.Event()
+
+            async def stream(_: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+                response = await begin_stream(request)
+                await response.write(b"data: 1\n\n")
+                await end.wait()
+                await response.write(b"data: [DONE]\n\n")
+                return response
+
+            worker, labels = await world.worker("r", stream), {"app": "mono"}
+            kube.put("r", "127.0.0.1", labels)
+            own = discovery(
+                kube, port_of(worker), pd=False, selector=(("app", "mono"),), prefill_selector=(), decode_selector=()
+            )
+            async with world.router([], [], discovery=own) as url:
+                await world.until(lambda: world.healthy_urls(url), lambda urls: urls == {worker.url})
+                before = (await listed(world, url))["127.0.0.1"]
+                async with world.session.post(url + "/generate", json={"text": "a", "stream": True}) as response:
+                    await response.content.readany()
+                    kube.put("r", "127.0.0.1", {"app": "web"})
+                    await world.until(lambda: listed(world, url), lambda seen: seen["127.0.0.1"]["draining"])
+                    kube.put("r", "127.0.0.1", labels)
+                    now = await world.until(lambda: listed(world, url), lambda seen: not seen["127.0.0.1"]["draining"])
+                    assert (now["127.0.0.1"]["id"], now["127.0.0.1"]["load"]) == (before["id"], 1)
+                    end.set()
+                    assert (await response.read()).endswith(b"[DONE]\n\n")
+                assert set(await listed(world, url)) == {"127.0.0.1"}
+
+    run_world(scenario)
+
+
 def test_a_pod_that_is_not_ready_gets_no_requests_while_another_one_is_ready(run_world: RunWorld) -> None:
     async def scenario(world: Any) -> None:
         async with kube_server() as kube:
