@@ -210,7 +210,9 @@ class History:
         worker = query.get("worker") or None
         series = self._fleet if worker is None else self._series.get(worker)
         if series is None:
-            raise RequestError(f"worker: no worker {worker!r} has a history", status=404, code="not_found")
+            raise RequestError(
+                f"worker: no worker {worker!r} has a history", field="worker", status=404, code="not_found"
+            )
         first = next((place for place, at in enumerate(self._times) if at > since_s), len(self._times))
         return {
             "interval_s": INTERVAL_S,
@@ -255,5 +257,5 @@ def _number(query: Mapping[str, str], name: str, default: float) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value < math.inf:
-        raise RequestError(f"{name} must be a number of seconds of at least 0, got {text!r}", code="invalid_request")
+        raise RequestError(f"{name} must be a number of seconds of at least 0, got {text!r}", field=name)
     return value

@@ -113,7 +113,7 @@ class RouterApp:
         )
         self._migrator = Migrator(config, self.registry, self.admission, session, self.metrics, self._drain, rng)
         self._replication = PrefixReplication(config, self.registry, session, rng)
-        self._observer = Observer(config, self.registry, self.admission, session)
+        self._observer = Observer(config, self.registry, self.admission, session, self._drain)
         self.history = RouterHistory(self._observer, self.admission)
         self._engine_metrics = EngineMetrics(config, self.registry, session, self.admission.now)
         self._openapi = OpenApi(self._fanout, FORWARDED, self.routes, with_keys=config.access.keys.some)

@@ -222,6 +222,81 @@ def test_servers_that_do_both_are_one_pool(browser: webdriver.Chrome, pair: Pair
         assert not browser.find_element(By.CSS_SELECTOR, ".wires").is_displayed()
 
 
+SIZES = ((1366, 768, False), (1920, 1080, False), (390, 844, True))
+OVERFLOWS = """
+const cut = [...document.querySelectorAll('.tile strong, .tile small, .tile span, figcaption, h2, nav a')];
+return cut.filter((node) => node.offsetParent && node.scrollWidth > node.clientWidth + 1 && node.clientWidth > 0)
+    .map((node) => node.textContent);
+"""
+
+
+def test_the_history_stays_after_a_reload_and_nothing_is_cut_off_at_three_sizes(
+    page: webdriver.Chrome, pair: Pair
+) -> None:
+    body = {"text": "hello", "stream": True, "sampling_params": {"max_new_tokens": 8, "ignore_eos": True}}
+    assert requests.post(f"{pair.url}/generate", json=body, timeout=30).status_code == 200
+
+    def kept() -> Any:
+        return requests.get(f"{pair.url}/observe/history", timeout=10).json()["windows"]["300"].get("itl_p50_s")
+
+    until(kept, WAIT_S, "the router has a point")
+    for _ in range(2):
+        until(lambda: page.find_elements(By.CSS_SELECTOR, "pd-charts .uplot canvas"), WAIT_S, "the charts")
+        until(lambda: "ms" in text(page, ".plots figure:nth-child(3) .legend"), WAIT_S, "ITL has values")
+        page.refresh()
+    until(lambda: len(cards(page)) == 2, WAIT_S, "both servers are shown")
+    assert "5 min" in text(page, ".tile em")
+    page.find_element(By.CSS_SELECTOR, "[data-range='60']").click()
+    until(lambda: "1 min" in text(page, ".tile em"), WAIT_S, "the tiles name the new time range")
+    try:
+        for width, height, mobile in SIZES:
+            size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": mobile}
+            page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+            assert page.execute_script("return document.documentElement.scrollWidth") <= width
+            assert page.execute_script(OVERFLOWS) == []
+            bottom = page.execute_script("return document.querySelector('#prompt').getBoundingClientRect().bottom")
+            assert mobile or bottom <= height, "the chat needs no scrolling on a laptop"
+    finally:
+        page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_a_request_opens_its_waterfall(page: webdriver.Chrome, pair: Pair) -> None:
+    body = {"text": "hello", "rid": "shown-here", "sampling_params": {"max_new_tokens": 8, "ignore_eos": True}}
+    assert requests.post(f"{pair.url}/generate", json=body, timeout=30).status_code == 200
+    until(lambda: "shown-here" in "".join(each(page, "li.row", "title")), WAIT_S, "the request")
+    page.find_element(By.CSS_SELECTOR, "li.row[title*='shown-here'] .when").click()
+    until(lambda: "decode · generation" in text(page, "pd-request .waterfall"), WAIT_S, "its parts on both servers")
+    shown = text(page, "pd-request dd")
+    for part in ("shown-here", *(server.url.removeprefix("http://") for server in (pair.prefill, pair.decode))):
+        assert part in shown
+    page.find_element(By.CSS_SELECTOR, "pd-request .close").click()
+
+
+def test_a_server_is_drained_and_serves_again_from_the_page(page: webdriver.Chrome) -> None:
+    card(page, "decode").find_element(By.CSS_SELECTOR, ".manage").click()
+    button = page.find_element(By.CSS_SELECTOR, "pd-admin .actions button")
+    for state, label in (("warn", "Serve again"), ("ok", "Drain")):
+        button.click()
+        until(lambda: card(page, "decode").get_attribute("data-state") == state, WAIT_S, state)  # noqa: B023
+        until(lambda: button.text == label, WAIT_S, label)  # noqa: B023
+    page.find_element(By.CSS_SELECTOR, "pd-admin .close").click()
+
+
+def test_the_settings_of_both_servers_can_be_read(page: webdriver.Chrome) -> None:
+    page.find_element(By.CSS_SELECTOR, "pd-config summary").click()
+    until(lambda: "disaggregation_mode" in text(page, ".settings th"), WAIT_S, "the settings")
+    assert [one.split(" ")[0] for one in each(page, ".settings h3", "textContent")] == ["prefill", "decode"]
+    until(lambda: "context 4,096" in text(page, ".models") or "model" in text(page, ".models"), WAIT_S, "the model")
+
+
+def test_a_server_without_a_router_has_the_page(browser: webdriver.Chrome, pair: Pair) -> None:
+    browser.get(f"{pair.decode.url}/dashboard")
+    until(lambda: len(cards(browser)) == 1, WAIT_S, "the server")
+    until(lambda: browser.find_elements(By.CSS_SELECTOR, "pd-charts .uplot canvas"), WAIT_S, "its history")
+    assert text(browser, "#status") == "serving"
+    assert_only_this_origin_was_asked(browser, pair.decode.url)
+
+
 def test_a_killed_server_turns_red(page: webdriver.Chrome, pair: Pair) -> None:
     """Last: it is gone afterwards."""
     pair.decode.kill()

@@ -3,9 +3,14 @@
 import { mark, put } from "./dom.js";
 import { feed } from "./feed.js";
 import { span } from "./format.js";
+import { history } from "./history.js";
+import "./admin.js";
+import "./charts.js";
 import "./chat.js";
+import "./config.js";
 import "./key.js";
 import "./map.js";
+import "./request.js";
 import "./tiles.js";
 import "./ttft.js";
 
@@ -41,7 +46,8 @@ feed.addEventListener("picture", ({ detail: picture }) => {
   setBanner(null);
   showHeader(picture);
   find("#lock").hidden = feed.key === null;
-  for (const name of ["pd-tiles", "pd-map", "pd-ttft"]) find(name).show(picture);
+  for (const name of ["pd-tiles", "pd-map", "pd-ttft", "pd-request", "pd-admin"]) find(name).show(picture);
+  history.start();
 });
 
 feed.addEventListener("lost", ({ detail: why }) => {

@@ -6,6 +6,24 @@ const INTERVAL_MS = 1000;
 const PATIENCE_MS = 5000;
 const KEY = "pdserve-api-key";
 
+/** The snapshot of one server in the form of a router's; that of a router as it is. */
+function asRouter(body) {
+  if (body.router !== undefined) return body;
+  const { server, replicas, rates, edges, requests } = body;
+  const role = { null: "regular", unified: "regular" }[server.mode] ?? server.mode;
+  const live = server.live_requests;
+  const worker = {
+    id: null, url: location.origin, worker_type: role, is_healthy: true, breaker: "closed", draining: false, last_error: null, load: live,
+    model_id: server.model, observed: { error: null, age_s: 0, server, replicas, rates },
+  };
+  const router = {
+    version: server.version, pd: role !== "regular", time: Date.now() / 1000, started_at: server.started_at, serving: server.status === "ready",
+    queued: 0, running: [], is_server: true,
+  };
+  const halves = requests.map((one) => ({ key: one.id, arrived_at: one.arrived_at, halves: { [role]: { ...one, url: location.origin } } }));
+  return { router, workers: [worker], pairs: [], edges: edges.map((one) => ({ ...one, from_url: null, to_url: null })), requests: halves };
+}
+
 export class Feed extends EventTarget {
   #timer = null;
   #asking = false;
@@ -53,7 +71,7 @@ export class Feed extends EventTarget {
         return false;
       }
       if (!answer.ok) throw new Error(`the router answered ${answer.status}`);
-      this.#tell("picture", await answer.json());
+      this.#tell("picture", asRouter(await answer.json()));
     } catch (error) {
       this.#tell("lost", error.name === "TimeoutError" ? "no answer for 5 s" : error.message);
     }

@@ -48,6 +48,7 @@ class Ttft extends HTMLElement {
 
   /** Called with every snapshot. */
   show({ router, requests }) {
+    this.now = router.time;
     const shown = requests.slice(0, ROWS);
     this.none.hidden = shown.length > 0;
     this.axis.hidden = shown.length === 0;
@@ -58,17 +59,21 @@ class Ttft extends HTMLElement {
 
   #row() {
     const bar = el("div", { class: "bar", role: "img" }, ...Object.keys(PARTS).map((name) => el("i", { class: `part-${name}` })), el("em"));
-    return el("li", { class: "row" }, el("span", { class: "when" }), bar, el("b"), el("span", { class: "tokens" }), el("span", { class: "moved" }));
+    const node = el("li", { class: "row" }, el("button", { type: "button", class: "when" }), bar, el("b"), el("span", { class: "tokens" }), el("span", { class: "moved" }));
+    node.addEventListener("click", () => document.querySelector("pd-request").open(node.request, this.now));
+    return node;
   }
 
   #showRow(node, request, scale, now) {
     const { whole, prefill, running } = seen(request);
+    node.request = request;
     const [when, bar, total, tokens, moved] = node.children;
     const failed = Boolean(whole.error ?? prefill?.error);
     node.classList.toggle("failed", failed);
     bar.classList.toggle("cut", (whole.ttft_s ?? 0) > scale);
     put(bar.lastChild, whole.error ?? prefill?.error ?? "");
     put(when, `${span(now - request.arrived_at)} ago`);
+    mark(when, "aria-label", `Request ${whole.id}, ${when.textContent}: show its parts`);
     Object.keys(PARTS).forEach((name, index) => {
       const value = whole.ttft_parts[name] ?? 0;
       bar.children[index].style.width = `${(100 * value) / scale}%`;

@@ -67,8 +67,9 @@ class Worker extends HTMLElement {
     this.bars = el("div", { class: "bars" });
     this.legend = el("ul", { class: "legend", "aria-label": "KV pages by state" });
     this.facts = el("p", { class: "facts muted" });
+    this.manage = el("button", { type: "button", class: "quiet manage", onclick: () => document.querySelector("pd-admin").open(this.worker.id, this.label.textContent) }, "Manage");
     const title = el("div", { class: "title" }, this.label, this.address);
-    this.append(el("div", { class: "head" }, title, this.badge), this.why, this.stages, this.caption, this.bars, this.legend, this.facts);
+    this.append(el("div", { class: "head" }, title, this.badge, this.manage), this.why, this.stages, this.caption, this.bars, this.legend, this.facts);
     this.queueNodes = new Keyed(this.stages);
     this.barNodes = new Keyed(this.bars);
     this.pageNodes = new Keyed(this.legend);
@@ -77,6 +78,8 @@ class Worker extends HTMLElement {
   /** Called with every snapshot. `pairs`: `all`, the number of its pairs, `dead`, the partners in pairs that are down, `error` of the first. */
   show(worker, label, pairs) {
     const [state, text, why] = stateOf(worker, pairs);
+    this.worker = worker;
+    this.manage.hidden = !worker.id;
     mark(this, "data-state", state);
     mark(this.badge, "data-state", state);
     put(this.badge, text);
@@ -131,6 +134,9 @@ class Worker extends HTMLElement {
     if (held) facts.push(`${count(held)} pages held for peers`);
     const turn = Math.max(0, ...worker.observed.replicas.map((one) => one.turn_s ?? 0));
     if (turn >= 2) facts.push(`in a step for ${seconds(turn)}`);
+    const host = replicas.filter(({ state }) => state.tiers?.host_max);
+    if (host.length) facts.push(`host tier ${percent(host.reduce((all, { state }) => all + state.tiers.host_used, 0) / host.reduce((all, { state }) => all + state.tiers.host_max, 0))}`);
+    if (replicas[0]?.state.tiers?.store) facts.push(`store ${replicas[0].state.tiers.store}`);
     const backend = replicas[0]?.state.transfer_backend;
     if (backend && worker.worker_type !== "regular") facts.push(backend);
     put(this.facts, facts.join(" · "));

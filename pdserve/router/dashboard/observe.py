@@ -22,7 +22,14 @@ from aiohttp import web
 
 import pdserve
 from pdserve.router.config.config import RouterConfig, WorkerRole
-from pdserve.router.dashboard.cluster_snapshot import ObserveReply, join_edges, join_requests, parse_answer
+from pdserve.router.dashboard.cluster_snapshot import (
+    NUM_REQUESTS,
+    ObserveReply,
+    join_edges,
+    join_requests,
+    parse_answer,
+)
+from pdserve.router.proxy.attempts import Drain
 from pdserve.router.workers.admission import Admission
 from pdserve.router.workers.api import describe
 from pdserve.router.workers.outcome import describe as describe_error
@@ -59,12 +66,18 @@ class Observer:
     """The handler; one per router. `close` cancels running queries."""
 
     def __init__(
-        self, config: RouterConfig, registry: Registry, admission: Admission, session: aiohttp.ClientSession
+        self,
+        config: RouterConfig,
+        registry: Registry,
+        admission: Admission,
+        session: aiohttp.ClientSession,
+        drain: Drain,
     ) -> None:
         self._config = config
         self._registry = registry
         self._admission = admission
         self._session = session
+        self._drain = drain
         self._observations: dict[Worker, WorkerObservation] = {}
         self._asked_at: float | None = None
         self._shown: bytes | None = None
@@ -155,7 +168,7 @@ class Observer:
         answers = {worker: answer for worker in workers if (answer := self._current(worker, observations[worker], now))}
         owners = {endpoint: worker.spec.url for worker in workers for endpoint in observations[worker].endpoints}
         return {
-            "router": self._router(),
+            "router": self._router() | {"running": self._running(now)},
             "workers": [
                 describe(worker, now)
                 | {"observed": self._observed(worker, observations[worker], answers.get(worker), now)}
@@ -197,6 +210,19 @@ class Observer:
             "queue_size": limits.queue_size,
             "max_inflight": limits.max_inflight,
         }
+
+    def _running(self, now: float) -> list[dict[str, Any]]:
+        """Return the oldest `NUM_REQUESTS` running attempts. `rid` None: the router has no name for the request."""
+        oldest = sorted(self._drain.attempts, key=lambda one: one.begun)[:NUM_REQUESTS]
+        return [
+            {
+                "rid": one.rids[-1] if one.rids else None,
+                "prefill": None if one.pair.prefill is None else one.pair.prefill.spec.url,
+                "decode": one.pair.decode.spec.url,
+                "age_s": now - one.begun,
+            }
+            for one in oldest
+        ]
 
     def _forget(self, worker: Worker) -> None:
         observation = self._observations.pop(worker, None)

@@ -14,6 +14,7 @@ from fastapi.routing import APIRoute
 import pdserve.server
 from pdserve.config.access_group import AccessConfig
 from pdserve.http.access import RESTORE_PATH
+from pdserve.observe.history import PATH as HISTORY_PATH
 from pdserve.server.app import BODIES, OPTIONAL_BODIES
 from pdserve.server.sglang_api.snapshots import KV_RULES
 from pdserve.server.text.tokenizer import Tokenizer
@@ -110,6 +111,9 @@ async def test_every_query_says_what_it_may_be_and_nothing_else_is_read(tokenize
         assert found.pop((RESTORE_PATH, "post", "kv")) == {"type": "string", "enum": list(KV_RULES)}
         assert (await b.http.post(f"{RESTORE_PATH}?kv=x")).json()["param"] == "kv"
         assert found.pop(("/control_challenge", "get", "nonce")) == {"type": "string", "pattern": "^[0-9a-f]{32}$"}
+        for name in ("seconds", "since"):
+            assert found.pop((HISTORY_PATH, "get", name)) == {"type": "number", "minimum": 0}
+            assert (await b.http.get(f"{HISTORY_PATH}?{name}=x")).json()["param"] == name
         assert found.keys() == {
             ("/flush_cache", "get", "timeout"), ("/flush_cache", "post", "timeout"), ("/v1/loads", "get", "dp_rank"),
         }  # fmt: skip
