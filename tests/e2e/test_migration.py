@@ -18,6 +18,9 @@ from tests.tiny import Family
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
+LAST = (b"data: [DONE]", b'data: {"type":"message_stop"}')
+"""The last event of a stream."""
+
 
 class Cluster:
     """A prefill server, two decode servers, and a router before them."""
@@ -41,7 +44,7 @@ class Cluster:
         with requests.post(self.router.url + path, json={**body, "stream": True}, stream=True, timeout=120) as answer:
             assert answer.status_code == 200, answer.text
             for line in answer.iter_lines():
-                if not line or line == b"data: [DONE]":
+                if not line.startswith(b"data: ") or line in LAST:
                     continue
                 found.append(json.loads(line.removeprefix(b"data: ")))
                 if len(found) == at:
