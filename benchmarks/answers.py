@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from benchmarks.bench_serving import events, piece_of
+from pdserve.bench.client import text_of
 
 INCREMENTAL = "--incremental-streaming-output"
 
@@ -83,7 +83,7 @@ async def read_completion(
     reason = None
     async for event, now in _events(session, f"{url}/v1/completions", body, answer):
         for choice in event["choices"]:
-            if piece_of(choice):
+            if text_of(choice):
                 answer.came_s.append(now)
             reason = choice.get("finish_reason") or reason
     if reason != "length":
@@ -112,6 +112,16 @@ async def _events(
             if "error" in event:
                 raise RuntimeError(f"{url}: {event['error']}")
             yield event, now
+
+
+async def events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """The data of each server-sent event, as soon as its line is complete."""
+    pending = b""
+    async for chunk in response.content.iter_any():
+        *lines, pending = (pending + chunk).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip()
 
 
 def equal_tokens(ours: Sequence[Answer], theirs: Sequence[Answer]) -> list[bool]:

@@ -36,9 +36,9 @@ if __package__ in (None, ""):  # run by its path: `benchmarks` and `pdserve` lie
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import report
-from benchmarks.bench_serving import percentile
 from benchmarks.servers import GRACE_S, Server, server_flags
 from pdserve.base.process import end_all
+from pdserve.bench.metrics import percentile
 
 MOST_EXTRA_S = 1.0
 """Seconds that a gap of a drained stream may be longer than the steady p99 ITL."""

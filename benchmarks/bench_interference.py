@@ -39,9 +39,8 @@ import aiohttp
 if __package__ in (None, ""):  # run by its path: `benchmarks` and `pdserve` lie in the checkout's root
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import bench_serving, foreign, interference_peers, report
+from benchmarks import foreign, interference_peers, report
 from benchmarks.answers import INCREMENTAL, Answer, Reader, read_answer, read_completion
-from benchmarks.bench_serving import percentile
 from benchmarks.first_token import first_token_of
 from benchmarks.interference_report import (
     METRICS,
@@ -52,7 +51,9 @@ from benchmarks.interference_report import (
     half_name,
     monolith_name,
 )
+from benchmarks.load import PROMPT_KINDS, PROMPTS_HELP, make_prompt
 from benchmarks.servers import local_pair, monolith
+from pdserve.bench.metrics import percentile
 
 POOL_TOKENS = 32768
 """Of each server's KV pool: all of them, full of prefixes, must go into memory together."""
@@ -103,9 +104,8 @@ async def play(args: argparse.Namespace, url: str, seed: int, *, prompts: bool, 
     Raises:
         RuntimeError: a request failed, or a stream was over too soon.
     """
-    flags = prompt_flags(args)
     rng = random.Random(seed)
-    asked = [make_ids(flags, rng, args.stream_prompt_len) for _ in range(args.streams)]
+    asked = [make_ids(args, rng, args.stream_prompt_len) for _ in range(args.streams)]
     streams = [Answer() for _ in asked]
     answers: list[Answer] = []
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True)) as session:
@@ -122,7 +122,7 @@ async def play(args: argparse.Namespace, url: str, seed: int, *, prompts: bool, 
             until_s = since_s + args.seconds
             while prompts and time.perf_counter() < until_s:
                 answers.append(Answer())
-                await read(session, url, make_ids(flags, rng, args.prompt_len), args.prompt_output_len, answers[-1])
+                await read(session, url, make_ids(args, rng, args.prompt_len), args.prompt_output_len, answers[-1])
             if answers:
                 until_s = max(until_s, answers[0].came_s[-1])
             await asyncio.sleep(max(0.0, until_s - time.perf_counter()))
@@ -142,26 +142,19 @@ def check_all_run(streams: Sequence[asyncio.Task[None]]) -> None:
             raise RuntimeError("a stream was over before the last prompt; raise --output-len or lower --seconds")
 
 
-def prompt_flags(args: argparse.Namespace) -> argparse.Namespace:
-    """What `bench_serving` needs to make prompts."""
-    model = ["--prompts", args.prompts, "--tokenizer", args.model, "--vocab-size", str(args.vocab_size)]
-    return bench_serving.parse_flags(["--base-url", "unused", *model])
-
-
 async def ask_alone(args: argparse.Namespace, url: str, seed: int) -> Answer:
     """One prompt by itself."""
     answer = Answer()
     async with aiohttp.ClientSession() as session:
-        prompt = make_ids(prompt_flags(args), random.Random(f"{seed}/alone"), args.prompt_len)
+        prompt = make_ids(args, random.Random(f"{seed}/alone"), args.prompt_len)
         await read_answer(session, url, prompt, args.idle_output_len, answer)
     return answer
 
 
-def make_ids(flags: argparse.Namespace, rng: random.Random, length: int) -> list[int]:
-    """A prompt as token ids, which all of `--prompts` are here."""
-    prompt = bench_serving.make_prompt(flags, rng, length)
-    assert isinstance(prompt, list)
-    return prompt
+def make_ids(args: argparse.Namespace, rng: random.Random, length: int) -> list[int]:
+    """A prompt of the flags' kind."""
+    prose_of = args.model if args.prompts == "prose" else None
+    return make_prompt(rng, length, vocab_size=args.vocab_size, prose_of=prose_of)
 
 
 def run_rounds(args: argparse.Namespace, urls: dict[str, str]) -> Found:
@@ -221,7 +214,7 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     report.add_model_flags(parser)
-    add("--prompts", choices=("prose", "ids"), default="prose", help=bench_serving.PROMPTS_HELP)
+    add("--prompts", choices=PROMPT_KINDS, default="prose", help=PROMPTS_HELP)
     add("--streams", type=int, default=8)
     add("--stream-prompt-len", type=int, default=32)
     add("--output-len", type=int, default=2000, help="tokens of each stream at most: it must outlast the prompts")

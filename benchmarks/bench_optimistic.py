@@ -10,7 +10,6 @@ round.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import sys
 from collections.abc import Sequence
@@ -20,7 +19,8 @@ from typing import Any
 if __package__ in (None, ""):  # run by its path: `benchmarks` and `pdserve` lie in the checkout's root
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import bench_serving, report
+from benchmarks import report
+from benchmarks.load import Load, whole_figures
 from benchmarks.servers import pair
 
 OFF, ON = "waits for decode's pages", "optimistic"
@@ -46,22 +46,16 @@ def measure(args: argparse.Namespace, url: str, seed: int, count: int) -> dict[s
     Raises:
         RuntimeError: a request failed.
     """
-    flags = bench_serving.parse_flags(
-        [
-            "--base-url", url, "--prompts", "ids", "--ignore-eos", "--num-warmup", "0", "--seed", str(seed),
-            "--num-prompts", str(count), "--concurrency", str(args.concurrency),
-            "--input-len", str(args.input_len), "--output-len", str(args.output_len),
-            "--vocab-size", str(args.vocab_size),
-        ]
+    load = Load(
+        num_prompts=count, concurrency=args.concurrency, input_len=args.input_len, output_len=args.output_len,
+        seed=seed, vocab_size=args.vocab_size,
     )  # fmt: skip
-    summary = bench_serving.summarize(flags, *asyncio.run(bench_serving.run_all(flags)))
-    if summary["num_errors"]:
-        raise RuntimeError(f"{url}: {summary['errors']}")
+    found = whole_figures(load, url)
     return {
-        "ttft_p50_ms": summary["ttft"]["p50_ms"],
-        "ttft_p99_ms": summary["ttft"]["p99_ms"],
-        "output_tok_s": summary["output_tokens_per_s"],
-        "itl_p99_ms": summary["itl"]["p99_ms"],
+        "ttft_p50_ms": found["median_ttft_ms"],
+        "ttft_p99_ms": found["p99_ttft_ms"],
+        "output_tok_s": found["output_throughput"],
+        "itl_p99_ms": found["p99_itl_ms"],
     }
 
 

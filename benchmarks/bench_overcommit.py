@@ -11,7 +11,6 @@ what the servers' self-audit finds afterwards.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import sys
@@ -23,7 +22,8 @@ from typing import Any
 if __package__ in (None, ""):  # run by its path: `benchmarks` and `pdserve` lie in the checkout's root
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import bench_serving, report
+from benchmarks import report
+from benchmarks.load import Load, figures, run
 from benchmarks.servers import local_pair, monolith
 from pdserve.memory.layout import pages_for
 
@@ -68,23 +68,20 @@ def counters_of(url: str) -> dict[str, float]:
 def measure(args: argparse.Namespace, url: str, seed: int) -> dict[str, float]:
     """One load on one system."""
     before = counters_of(url)
-    flags = bench_serving.parse_flags(
-        [
-            "--base-url", url, "--prompts", "ids", "--ignore-eos", "--num-warmup", "0", "--seed", str(seed),
-            "--num-prompts", str(args.requests), "--concurrency", str(args.requests),
-            "--input-len", str(args.input_len), "--output-len", str(args.output_len),
-            "--request-timeout", str(args.timeout), "--vocab-size", str(args.vocab_size),
-        ]
+    load = Load(
+        num_prompts=args.requests, concurrency=args.requests, input_len=args.input_len, output_len=args.output_len,
+        seed=seed, vocab_size=args.vocab_size, timeout_s=args.timeout,
     )  # fmt: skip
-    summary = bench_serving.summarize(flags, *asyncio.run(bench_serving.run_all(flags)))
-    for error in summary["errors"]:
+    outcome = run(load, url)
+    summary = figures(outcome.records, outcome.duration_s)
+    for error in summary["error_messages"]:
         print(f"error: {error}", file=sys.stderr)
     after = counters_of(url)
-    short = args.requests * args.output_len - summary["output_tokens"]
+    short = args.requests * args.output_len - summary["total_output_tokens"]
     return {
-        "output_tok_s": summary["output_tokens_per_s"],
-        "duration_s": summary["duration_s"],
-        "errors": summary["num_errors"] + (summary["num_errors"] == 0 and short != 0),
+        "output_tok_s": summary["output_throughput"],
+        "duration_s": summary["duration"],
+        "errors": summary["failed"] + (summary["failed"] == 0 and short != 0),
         "audit": after["audit"] + after["audit_differences"],
         **{name: after[name] - before[name] for name in COUNTERS[:-1]},
     }

@@ -9,7 +9,6 @@ the whole run, serve the same `--streams` streams over HTTP in turn; ratios are 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import sys
 from collections.abc import Sequence
@@ -19,7 +18,8 @@ from typing import Any
 if __package__ in (None, ""):  # run by its path: `benchmarks` and `pdserve` lie in the checkout's root
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import bench_serving, report
+from benchmarks import report
+from benchmarks.load import Load, whole_figures
 from benchmarks.servers import monolith
 
 OFF, ON = "one by one", "one in flight"
@@ -37,20 +37,15 @@ def measure(args: argparse.Namespace, url: str, seed: int, output_len: int) -> d
     Raises:
         RuntimeError: a request failed.
     """
-    flags = bench_serving.parse_flags(
-        [
-            "--base-url", url, "--prompts", "ids", "--ignore-eos", "--num-warmup", "0", "--seed", str(seed),
-            "--num-prompts", str(args.streams), "--concurrency", str(args.streams),
-            "--input-len", str(args.input_len), "--output-len", str(output_len), "--vocab-size", str(args.vocab_size),
-        ]
+    load = Load(
+        num_prompts=args.streams, concurrency=args.streams, input_len=args.input_len, output_len=output_len,
+        seed=seed, vocab_size=args.vocab_size,
     )  # fmt: skip
-    summary = bench_serving.summarize(flags, *asyncio.run(bench_serving.run_all(flags)))
-    if summary["num_errors"]:
-        raise RuntimeError(f"{url}: {summary['errors']}")
+    found = whole_figures(load, url)
     return {
-        "output_tok_s": summary["output_tokens_per_s"],
-        "itl_p50_ms": summary["itl"]["p50_ms"],
-        "itl_p99_ms": summary["itl"]["p99_ms"],
+        "output_tok_s": found["output_throughput"],
+        "itl_p50_ms": found["median_itl_ms"],
+        "itl_p99_ms": found["p99_itl_ms"],
     }
 
 

@@ -35,9 +35,9 @@ if __package__ in (None, ""):  # run by its path: `benchmarks` and `pdserve` lie
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import report
-from benchmarks.bench_serving import percentile
 from benchmarks.router_worker import Client
 from pdserve.base.process import Child
+from pdserve.bench.metrics import percentile
 
 OURS, PEER = "pdserve", "sglang_router"
 READY_S = 60.0

@@ -24,9 +24,9 @@ if __package__ in (None, ""):  # run by its path: `benchmarks` and `pdserve` lie
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import report
-from benchmarks.bench_serving import percentile
 from benchmarks.costed_states import POLICIES, STATES, Case, State
 from pdserve.base.process import freeze_heap
+from pdserve.bench.metrics import percentile
 from pdserve.config.schedule_group import SchedulePolicy
 
 PARTS = ("poll", "plan", "commit", "step")

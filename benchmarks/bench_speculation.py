@@ -26,8 +26,7 @@ if __package__ in (None, ""):  # run by its path: `benchmarks` and `pdserve` lie
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import report
-from benchmarks.answers import INCREMENTAL
-from benchmarks.bench_serving import events
+from benchmarks.answers import INCREMENTAL, events
 from benchmarks.servers import local_pair, monolith
 from benchmarks.speculation_texts import KINDS, Task, tasks
 

@@ -36,9 +36,10 @@ import psutil
 if __package__ in (None, ""):  # run by its path: `benchmarks` and `pdserve` lie in the checkout's root
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import bench_serving, report
-from benchmarks.bench_serving import Result
+from benchmarks import report
+from benchmarks.load import Load, figures
 from benchmarks.peers import KINDS, REQUESTED_NAME, SMOLLM2, Outcome, ServedModel, System
+from pdserve.bench.client import BenchRecord
 
 OURS = "pdserve"
 
@@ -73,53 +74,51 @@ Rounds = dict[tuple[str, int], list[dict[str, float]]]
 """Metrics of each round, by system and streams, or by system and prompt length."""
 
 
-def load(count: int, input_len: int, output_len: int, seed: int) -> argparse.Namespace:
-    """Flags of `bench_serving`: `count` prompts, all at once."""
-    return bench_serving.parse_flags(
-        [
-            "--base-url", "http://127.0.0.1", "--model", REQUESTED_NAME, "--prompts", "prose", "--ignore-eos",
-            "--num-warmup", "0", "--concurrency", str(count), "--num-prompts", str(count), "--seed", str(seed),
-            "--input-len", str(input_len), "--output-len", str(output_len), "--request-timeout", "600",
-        ]
+def load_of(count: int, input_len: int, output_len: int, seed: int) -> Load:
+    """`count` prompts of prose, all at once."""
+    return Load(
+        num_prompts=count, concurrency=count, input_len=input_len, output_len=output_len, seed=seed,
+        prose_of="smollm2", model=REQUESTED_NAME, timeout_s=600,
     )  # fmt: skip
 
 
-def run(system: System, name: str, flags: argparse.Namespace) -> Outcome:
+def run(system: System, name: str, load: Load) -> Outcome:
     """One measurement.
 
     Raises:
         RuntimeError: a request failed, or has other numbers of tokens than it asked for.
     """
-    outcome = system.run(flags)
-    for one in outcome.results:
-        if one.error is not None or one.output_tokens != flags.output_len:
-            raise RuntimeError(f"{name}: {one.error or f'{one.output_tokens} tokens, expected {flags.output_len}'}")
+    outcome = system.run(load)
+    for one in outcome.records:
+        if one.error_kind is not None or one.output_tokens != load.output_len:
+            told = f"{one.output_tokens} tokens, expected {load.output_len}"
+            raise RuntimeError(f"{name}: {one.error or told}")
     return outcome
 
 
-def decode_rate(results: Sequence[Result]) -> float:
+def decode_rate(records: Sequence[BenchRecord]) -> float:
     """Tokens a second while all streams run. A token without text makes no event, so events are scaled to tokens."""
-    begin, end = max(one.arrivals_s[0] for one in results), min(one.arrivals_s[-1] for one in results)
+    begin, end = max(one.arrivals_s[0] for one in records), min(one.arrivals_s[-1] for one in records)
     if end <= begin:
         return 0.0
     total = 0.0
-    for one in results:
+    for one in records:
         within = sum(begin < at <= end for at in one.arrivals_s)
         total += within * (one.output_tokens - 1) / max(1, len(one.arrivals_s) - 1)
     return total / (end - begin)
 
 
-def decode_metrics(outcome: Outcome, flags: argparse.Namespace) -> dict[str, float]:
+def decode_metrics(outcome: Outcome) -> dict[str, float]:
     """Of one measurement at N streams."""
-    summary = bench_serving.summarize(flags, outcome.results, outcome.duration_s)
+    summary = figures(outcome.records, outcome.duration_s)
     return {
-        "decode_tok_s": decode_rate(outcome.results),
-        "output_tok_s": summary["output_tokens_per_s"],
-        "ttft_p50_ms": summary["ttft"]["p50_ms"],
-        "itl_p50_ms": summary["itl"]["p50_ms"],
-        "itl_p99_ms": summary["itl"]["p99_ms"],
-        "cpu_ms_token": outcome.cpu_s * 1000 / summary["output_tokens"],
-        "events_per_token": sum(len(one.arrivals_s) for one in outcome.results) / summary["output_tokens"],
+        "decode_tok_s": decode_rate(outcome.records),
+        "output_tok_s": summary["output_throughput"],
+        "ttft_p50_ms": summary["median_ttft_ms"],
+        "itl_p50_ms": summary["median_itl_ms"],
+        "itl_p99_ms": summary["p99_itl_ms"],
+        "cpu_ms_token": outcome.cpu_s * 1000 / summary["total_output_tokens"],
+        "events_per_token": sum(len(one.arrivals_s) for one in outcome.records) / summary["total_output_tokens"],
     }
 
 
@@ -141,15 +140,15 @@ def wait_for_quiet(busy_percent: Callable[[float], float], clock: Callable[[], f
     return True
 
 
-def woken(args: argparse.Namespace, systems: dict[str, System], name: str, flags: argparse.Namespace) -> Outcome:
+def woken(args: argparse.Namespace, systems: dict[str, System], name: str, load: Load) -> Outcome:
     """One measurement on quiet cores, right after a short request that does not count: who idled for minutes has lost
     its caches, and on some machines the pages of its programs.
     """
     if not wait_for_quiet(psutil.cpu_percent):
         print(f"others compute though nothing is asked of them; {name} is measured all the same", flush=True)
         args.num_loud += 1
-    run(systems[name], name, load(1, args.input_len, 4, args.seed))
-    return run(systems[name], name, flags)
+    run(systems[name], name, load_of(1, args.input_len, 4, args.seed))
+    return run(systems[name], name, load)
 
 
 def measure(args: argparse.Namespace, systems: dict[str, System]) -> tuple[Rounds, Rounds, Rounds]:
@@ -159,13 +158,13 @@ def measure(args: argparse.Namespace, systems: dict[str, System]) -> tuple[Round
     turns: Rounds = {(name, length): [] for length in args.turns for name in systems}
     names = list(systems)
     for name, system in systems.items():
-        run(system, name, load(max(args.streams), args.input_len, 4, args.seed))
-        run(system, name, load(1, max(args.prompts), 2, args.seed))
+        run(system, name, load_of(max(args.streams), args.input_len, 4, args.seed))
+        run(system, name, load_of(1, max(args.prompts), 2, args.seed))
     for index in range(args.rounds):
         for count in args.streams:
             for name in order_of(names, index):
-                flags = load(count, args.input_len, args.output_len, args.seed + 1000 * (index + 1) + count)
-                found = decode_metrics(woken(args, systems, name, flags), flags)
+                load = load_of(count, args.input_len, args.output_len, args.seed + 1000 * (index + 1) + count)
+                found = decode_metrics(woken(args, systems, name, load))
                 decode[name, count].append(found)
                 tell(f"round {index} {count:>5} streams {name}", found)
         for length in args.prompts:
@@ -173,8 +172,8 @@ def measure(args: argparse.Namespace, systems: dict[str, System]) -> tuple[Round
                 times = []
                 for again in range(args.repeats):
                     seed = args.seed + 1000 * (index + 1) + 7 * length + again
-                    outcome = woken(args, systems, name, load(1, length, 2, seed))
-                    times.append(outcome.results[0].arrivals_s[0])
+                    outcome = woken(args, systems, name, load_of(1, length, 2, seed))
+                    times.append(outcome.records[0].arrivals_s[0])
                 found = {"prefill_tok_s": length / statistics.median(times), "ttft_ms": statistics.median(times) * 1000}
                 prefill[name, length].append(found)
                 tell(f"round {index} {length:>5} tokens  {name}", found)
@@ -191,9 +190,9 @@ def measure(args: argparse.Namespace, systems: dict[str, System]) -> tuple[Round
 
 def second_turn(args: argparse.Namespace, system: System, name: str, length: int, seed: int) -> float:
     """Seconds until the first token of a prompt that begins with one of `length` tokens, answered just before."""
-    run(system, name, load(1, length, 4, seed))
-    outcome = run(system, name, load(1, length + TURN_TOKENS, 2, seed))
-    return outcome.results[0].arrivals_s[0]
+    run(system, name, load_of(1, length, 4, seed))
+    outcome = run(system, name, load_of(1, length + TURN_TOKENS, 2, seed))
+    return outcome.records[0].arrivals_s[0]
 
 
 def loud_notes(num_loud: int) -> list[str]:

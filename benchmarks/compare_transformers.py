@@ -2,7 +2,7 @@
 
     python -m benchmarks.compare_transformers [--rounds 3] [--write]
 
-The servers are real ones, driven over HTTP by `bench_serving`; `generate` runs in a child process in padded batches of
+The servers are real ones, driven over HTTP by `load`; `generate` runs in a child process in padded batches of
 the concurrency. All of them are up for the whole run; one works at a time, in an order that changes with the round,
 so that what else the machine does hits each alike. Prompts are random token ids, new ones each round and concurrency,
 the same for all three. Ratios are taken within a round.
@@ -11,8 +11,8 @@ the same for all three. Ratios are taken within a round.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
+import dataclasses
 import os
 import sys
 import time
@@ -23,12 +23,12 @@ from typing import Any
 if __package__ in (None, ""):  # run by its path: `benchmarks` and `pdserve` lie in the checkout's root
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import bench_serving, report
+from benchmarks import report
 from benchmarks.generate_child import GenerateChild
+from benchmarks.load import Load, figures, run
 from benchmarks.servers import monolith_and_pair
 
 PEER = "transformers"
-NO_URL = "http://transformers.invalid"
 SYSTEMS = ("monolith", "1P1D", PEER)
 METRICS = (
     ("output_tok_s", "output tok/s", 1),
@@ -67,16 +67,11 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def load_flags(args: argparse.Namespace, url: str, concurrency: int, seed: int) -> argparse.Namespace:
-    """The flags of `bench_serving` for one measurement: a closed loop of `concurrency`, nothing to warm up."""
-    num_prompts = max(4, args.waves * concurrency)
-    return bench_serving.parse_flags(
-        [
-            "--base-url", url, "--prompts", "ids", "--ignore-eos", "--num-warmup", "0",
-            "--concurrency", str(concurrency), "--num-prompts", str(num_prompts), "--seed", str(seed),
-            "--input-len", str(args.input_len), "--output-len", str(args.output_len),
-            "--vocab-size", str(args.vocab_size),
-        ]
+def load_of(args: argparse.Namespace, concurrency: int, seed: int) -> Load:
+    """The load of one measurement: a closed loop of `concurrency`."""
+    return Load(
+        num_prompts=max(4, args.waves * concurrency), concurrency=concurrency, input_len=args.input_len,
+        output_len=args.output_len, seed=seed, vocab_size=args.vocab_size,
     )  # fmt: skip
 
 
@@ -86,33 +81,30 @@ def order_of(round_index: int) -> list[str]:
     return [*SYSTEMS[first:], *SYSTEMS[:first]]
 
 
-def measure(system: str, child: GenerateChild, flags: argparse.Namespace) -> dict[str, Any]:
-    """One system at one concurrency: `bench_serving`'s summary.
+def measure(system: str, child: GenerateChild, load: Load, urls: dict[str, str]) -> dict[str, Any]:
+    """The figures of one system at one concurrency.
 
     Raises:
         RuntimeError: a request failed, or has fewer tokens than it asked for.
     """
-    if system == PEER:
-        results, duration_s = child.run(bench_serving.make_jobs(flags), flags.concurrency)
-    else:
-        results, duration_s = asyncio.run(bench_serving.run_all(flags))
-    summary = bench_serving.summarize(flags, results, duration_s)
-    if summary["num_errors"]:
-        raise RuntimeError(f"{system} at {flags.concurrency}: {summary['num_errors']} errors: {summary['errors']}")
-    expected = flags.num_prompts * flags.input_len, flags.num_prompts * flags.output_len
-    seen = summary["prompt_tokens"], summary["output_tokens"]
+    outcome = child.run(load) if system == PEER else run(load, urls[system])
+    summary = figures(outcome.records, outcome.duration_s)
+    if summary["failed"]:
+        raise RuntimeError(f"{system} at {load.concurrency}: {summary['failed']} errors: {summary['error_messages']}")
+    expected = load.num_prompts * load.input_len, load.num_prompts * load.output_len
+    seen = summary["total_input_tokens"], summary["total_output_tokens"]
     if seen != expected:
-        raise RuntimeError(f"{system} at {flags.concurrency}: {seen} prompt and output tokens, expected {expected}")
+        raise RuntimeError(f"{system} at {load.concurrency}: {seen} prompt and output tokens, expected {expected}")
     return summary
 
 
 def metrics_of(summary: dict[str, Any]) -> dict[str, float]:
     """The table's metrics out of a summary."""
     return {
-        "output_tok_s": summary["output_tokens_per_s"],
-        "ttft_p50_ms": summary["ttft"]["p50_ms"],
-        "itl_p50_ms": summary["itl"]["p50_ms"],
-        "itl_p99_ms": summary["itl"]["p99_ms"],
+        "output_tok_s": summary["output_throughput"],
+        "ttft_p50_ms": summary["median_ttft_ms"],
+        "itl_p50_ms": summary["median_itl_ms"],
+        "itl_p99_ms": summary["p99_itl_ms"],
     }
 
 
@@ -129,8 +121,7 @@ def run_rounds(args: argparse.Namespace, urls: dict[str, str], child: GenerateCh
         for concurrency in args.concurrency:
             for system in order_of(index):
                 seed = args.seed + 1000 * (index + 1) + concurrency
-                flags = load_flags(args, urls.get(system, NO_URL), concurrency, seed)
-                found = metrics_of(measure(system, child, flags))
+                found = metrics_of(measure(system, child, load_of(args, concurrency, seed), urls))
                 rounds[system, concurrency].append(found)
                 print(f"round {index} concurrency {concurrency:>3} {system:<13} " + show(found), flush=True)
         longest_s = max(longest_s, time.perf_counter() - began)
@@ -139,10 +130,10 @@ def run_rounds(args: argparse.Namespace, urls: dict[str, str], child: GenerateCh
 
 def warm_up(args: argparse.Namespace, urls: dict[str, str], child: GenerateChild) -> None:
     """One short wave at the highest concurrency for each system, not counted."""
+    load = load_of(args, max(args.concurrency), args.seed)
+    load = dataclasses.replace(load, num_prompts=load.concurrency, output_len=min(8, args.output_len))
     for system in SYSTEMS:
-        flags = load_flags(args, urls.get(system, NO_URL), max(args.concurrency), args.seed)
-        flags.num_prompts, flags.output_len = flags.concurrency, min(8, args.output_len)
-        measure(system, child, flags)
+        measure(system, child, load, urls)
 
 
 def show(found: dict[str, float]) -> str:

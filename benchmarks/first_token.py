@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks import report
 from benchmarks.answers import Answer
-from benchmarks.bench_serving import percentile
+from pdserve.bench.metrics import percentile
 
 TOLD = ("bootstrap", "queue", "prefill", "transfer")
 """What servers tell, in the order in which the parts follow each other."""

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks import report
-from benchmarks.bench_serving import percentile
+from pdserve.bench.metrics import percentile
 
 PAIR_EQUAL = "1P1D, no niceness"
 BUSY = "while True: pass"

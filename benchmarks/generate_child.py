@@ -1,11 +1,12 @@
 """`transformers` `generate` as a peer: a child process that loads the model once and runs batches when told to.
 
 Who compares (`compare_transformers.py`, `peers.py`) owns the child, sends it jobs through a pipe, and gets back the
-same `Result` that `bench_serving.py` makes of a stream, so that all are summarised by one function.
+same `BenchRecord` that `pdserve bench` makes of a stream, so that all are summarised by one function.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
 import time
@@ -14,14 +15,17 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks.bench_serving import Job, Result
+from benchmarks.load import Load
 from pdserve.base.process import die_with_parent
+from pdserve.bench.client import BenchRecord
+from pdserve.bench.load import LoadOutcome
 from pdserve.model.paths import resolve_model_path
 
 READY_S = 120.0
 BATCH_S = 300.0
 END_S = 10.0
-GenerateBatch = Callable[[Sequence[Job]], list[Result]]
+GenerateBatch = Callable[[Sequence[Sequence[int]], int], list[BenchRecord]]
+"""Prompts and tokens of each answer."""
 
 
 class GenerateChild:
@@ -46,11 +50,11 @@ class GenerateChild:
         facts: dict[str, Any] = self._receive(READY_S)
         return facts
 
-    def run(self, jobs: Sequence[Job], batch_size: int) -> tuple[list[Result], float]:
-        """All jobs in batches of `batch_size`, one after the other; the results and the seconds they took together."""
-        self._pipe.send((list(jobs), batch_size))
-        results, duration_s = self._receive(BATCH_S)
-        return results, duration_s
+    def run(self, load: Load) -> LoadOutcome:
+        """All requests in batches of its concurrency, one after the other."""
+        self._pipe.send((load.prompts(), load.output_len, load.concurrency))
+        outcome: LoadOutcome = self._receive(BATCH_S)
+        return outcome
 
     def close(self) -> None:
         """End the process, by its pid."""
@@ -80,21 +84,24 @@ def _serve(parent: int, pipe: Connection, model_path: str, dtype: str, threads: 
         generate, facts = load(model_path, dtype, threads)
         pipe.send((facts, None))
         while True:
-            jobs, batch_size = pipe.recv()
-            pipe.send((run_batches(generate, jobs, batch_size), None))
+            pipe.send((run_batches(generate, *pipe.recv()), None))
     except EOFError:
         return
     except Exception:
         pipe.send((None, traceback.format_exc()))
 
 
-def run_batches(generate: GenerateBatch, jobs: Sequence[Job], batch_size: int) -> tuple[list[Result], float]:
-    """`jobs` in batches of `batch_size`, in order."""
+def run_batches(
+    generate: GenerateBatch, prompts: Sequence[Sequence[int]], output_len: int, batch_size: int
+) -> LoadOutcome:
+    """`prompts` in batches of `batch_size`, in order."""
     began = time.perf_counter()
-    results: list[Result] = []
-    for first in range(0, len(jobs), batch_size):
-        results += generate(jobs[first : first + batch_size])
-    return results, time.perf_counter() - began
+    records: list[BenchRecord] = []
+    for first in range(0, len(prompts), batch_size):
+        start_s = time.perf_counter() - began
+        found = generate(prompts[first : first + batch_size], output_len)
+        records += [dataclasses.replace(record, start_s=start_s) for record in found]
+    return LoadOutcome(records=records, duration_s=time.perf_counter() - began)
 
 
 def padded(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[list[list[int]], list[list[int]]]:
@@ -127,30 +134,24 @@ def load(model_path: str, dtype: str, threads: int) -> tuple[GenerateBatch, dict
     model.generation_config.pad_token_id = 0
 
     @torch.inference_mode()
-    def generate(jobs: Sequence[Job]) -> list[Result]:
+    def generate(prompts: Sequence[Sequence[int]], output_len: int) -> list[BenchRecord]:
         began = time.perf_counter()
-        prompts = [job.prompt for job in jobs if isinstance(job.prompt, list)]
-        assert len(prompts) == len(jobs), "prompts are token ids here"
-        num_new = max(job.output_len for job in jobs)
         ids, mask = padded(prompts, pad_id=0)
         stamps = Stamps()
         tokens = model.generate(
             input_ids=torch.tensor(ids),
             attention_mask=torch.tensor(mask),
-            max_new_tokens=num_new,
+            max_new_tokens=output_len,
             do_sample=False,
             stopping_criteria=StoppingCriteriaList([stamps]),
         )
-        latency_s = time.perf_counter() - began
-        assert tokens.shape[1] == len(ids[0]) + num_new == len(ids[0]) + len(stamps.times), "ended early"
+        assert tokens.shape[1] == len(ids[0]) + output_len == len(ids[0]) + len(stamps.times), "ended early"
+        arrivals_s = [at - began for at in stamps.times]
         return [
-            Result(
-                arrivals_s=[at - began for at in stamps.times[: job.output_len]],
-                latency_s=latency_s,
-                prompt_tokens=len(job.prompt),
-                output_tokens=job.output_len,
+            BenchRecord(
+                arrivals_s=arrivals_s, end_s=arrivals_s[-1], prompt_tokens=len(prompt), output_tokens=output_len
             )
-            for job in jobs
+            for prompt in prompts
         ]
 
     facts = {

@@ -7,8 +7,6 @@ Other projects' are used where `scripts/setup_peers.sh` has put them, below `.ve
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import contextlib
 import dataclasses
 import json
@@ -23,11 +21,12 @@ from typing import Protocol
 
 import psutil
 
-from benchmarks import bench_serving, report
-from benchmarks.bench_serving import Job, Result
+from benchmarks import report
 from benchmarks.generate_child import GenerateChild
+from benchmarks.load import Load, run
 from benchmarks.servers import local_pair, monolith
 from pdserve.base.process import Child, ChildError, end_all
+from pdserve.bench.client import BenchRecord
 from pdserve.model.paths import resolve_model_path
 
 HOME = report.ROOT / ".venv-peers"
@@ -57,9 +56,9 @@ SMOLLM2 = ServedModel("smollm2", "smollm2")
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Results in the order of the jobs, the seconds they took together, and the CPU seconds of the system."""
+    """Records in the order of the prompts, the seconds they took together, and the CPU seconds of the system."""
 
-    results: list[Result]
+    records: list[BenchRecord]
     duration_s: float
     cpu_s: float
 
@@ -67,8 +66,8 @@ class Outcome:
 class System(Protocol):
     """A started one."""
 
-    def run(self, flags: argparse.Namespace) -> Outcome:
-        """All jobs of `bench_serving`'s flags."""
+    def run(self, load: Load) -> Outcome:
+        """Run all requests."""
         ...
 
 
@@ -79,12 +78,11 @@ class Served:
         self.url = url
         self._pids = pids
 
-    def run(self, flags: argparse.Namespace) -> Outcome:
+    def run(self, load: Load) -> Outcome:
         """See `System`."""
-        flags.root = self.url
         before = self._cpu_s()
-        results, duration_s = asyncio.run(bench_serving.run_all(flags))
-        return Outcome(results, duration_s, self._cpu_s() - before)
+        outcome = run(load, self.url)
+        return Outcome(outcome.records, outcome.duration_s, self._cpu_s() - before)
 
     def _cpu_s(self) -> float:
         return sum(map(cpu_s, self._pids))
@@ -108,11 +106,11 @@ class Generate:
         self._child = GenerateChild(model.path, "bfloat16", threads)
         self._child.facts()
 
-    def run(self, flags: argparse.Namespace) -> Outcome:
+    def run(self, load: Load) -> Outcome:
         """See `System`."""
         before = cpu_s(self._child.pid)
-        results, duration_s = self._child.run(bench_serving.make_jobs(flags), flags.concurrency)
-        return Outcome(results, duration_s, cpu_s(self._child.pid) - before)
+        outcome = self._child.run(load)
+        return Outcome(outcome.records, outcome.duration_s, cpu_s(self._child.pid) - before)
 
     def close(self) -> None:
         """End it, by its pid."""
@@ -129,21 +127,19 @@ class OpenVino:
         )
         self._answer("READY")
 
-    def run(self, flags: argparse.Namespace) -> Outcome:
+    def run(self, load: Load) -> Outcome:
         """See `System`."""
-        jobs: list[Job] = bench_serving.make_jobs(flags)
-        job = {"prompts": [one.prompt for one in jobs], "output_len": flags.output_len}
+        prompts = load.prompts()
+        job = {"prompts": prompts, "output_len": load.output_len}
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({**job, "concurrency": flags.concurrency}) + "\n")
+        self._process.stdin.write(json.dumps({**job, "concurrency": load.concurrency}) + "\n")
         self._process.stdin.flush()
         found = json.loads(self._answer("DONE"))
-        results = [
-            Result(
-                arrivals_s=arrivals, latency_s=arrivals[-1], prompt_tokens=len(one.prompt), output_tokens=len(arrivals)
-            )
-            for one, arrivals in zip(jobs, found["arrivals"], strict=True)
+        records = [
+            BenchRecord(arrivals_s=arrivals, end_s=arrivals[-1], prompt_tokens=len(prompt), output_tokens=len(arrivals))
+            for prompt, arrivals in zip(prompts, found["arrivals"], strict=True)
         ]
-        return Outcome(results, found["duration_s"], found["cpu_s"])
+        return Outcome(records, found["duration_s"], found["cpu_s"])
 
     def close(self) -> None:
         """End it, by its pid."""

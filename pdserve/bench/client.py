@@ -127,7 +127,7 @@ class EventReader:
     def _take_openai(self, event: Json, at_s: float) -> None:
         record = self.record
         choices = event.get("choices") or []
-        piece = "".join(_text_of(choice) for choice in choices)
+        piece = "".join(text_of(choice) for choice in choices)
         if choices:
             record.end_s = at_s
         if piece:
@@ -161,7 +161,7 @@ class EventReader:
         self._usage_seen = True
 
 
-def _text_of(choice: Json) -> str:
+def text_of(choice: Json) -> str:
     """Return the text that a streamed choice brings: content, reasoning, or the arguments of a tool call."""
     delta = choice.get("delta")
     if not isinstance(delta, dict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import openai
 import pytest
 import requests
 
+from pdserve.cli.main import main as pdserve
 from tests.e2e.harness import Pair, Server, assert_idle, running, running_pair, start_server
 from tests.tiny import Family
 
@@ -162,4 +164,19 @@ def test_probes_and_load_of_the_workers(pair: Pair) -> None:
         assert isinstance(load, list) and load[0]["num_tokens"] == 0
         assert requests.post(f"{server.url}/flush_cache", timeout=60).status_code == 200
     assert requests.get(f"{pair.router.url}/health", timeout=60).status_code == 200
+    assert_idle(pair.prefill, pair.decode)
+
+
+@pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/chat/completions", "/generate"])
+def test_the_benchmark_compares_pair_and_monolith(pair: Pair, monolith: Server, tmp_path: Path, endpoint: str) -> None:
+    out, page = tmp_path / "out.json", tmp_path / "out.html"
+    words = ["bench", "--base-url", pair.url, "--compare", monolith.url, "--endpoint", endpoint, "--ignore-eos"]
+    words += ["--num-prompts", "4", "--random-input-len", "20", "--random-output-len", "5", "--vocab-size", "200"]
+    assert pdserve([*words, "--max-concurrency", "2", "--output-json", str(out), "--output-html", str(page)]) == 0
+    results = json.loads(out.read_text())["results"]
+    assert [(one["completed"], one["failed"], one["total_output_tokens"]) for one in results] == [(4, 0, 20)] * 2
+    assert results[0]["total_input_tokens"] == results[1]["total_input_tokens"] >= 80
+    assert all(one["output_tokens_counted_by"] == ["usage"] for one in results)
+    assert all(0 < one["mean_ttft_ms"] < one["mean_ttst_ms"] < one["mean_e2el_ms"] for one in results)
+    assert "<svg" in page.read_text()
     assert_idle(pair.prefill, pair.decode)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 from tokenizers import Tokenizer
 
-from benchmarks import bench_serving, compare_cpu
-from benchmarks.bench_serving import Result
+from benchmarks import compare_cpu
 from benchmarks.peers import VLLM, Kind, Outcome
+from pdserve.bench.client import BenchRecord
 from pdserve.model.paths import resolve_model_path, resolve_tokenizer_path
 
 
-def stream(first_s: float, step_s: float, count: int, num_tokens: int | None = None) -> Result:
+def stream(first_s: float, step_s: float, count: int, num_tokens: int | None = None) -> BenchRecord:
     """`count` events, `step_s` apart."""
     arrivals = [first_s + step_s * index for index in range(count)]
-    return Result(arrivals_s=arrivals, latency_s=arrivals[-1], output_tokens=num_tokens or count)
+    return BenchRecord(arrivals_s=arrivals, end_s=arrivals[-1], output_tokens=num_tokens or count)
 
 
 def test_decode_is_counted_while_all_streams_run() -> None:
@@ -33,10 +33,10 @@ def test_streams_that_never_run_together_have_no_rate() -> None:
 
 
 def test_prompts_are_different_pieces_of_prose_whole_in_their_tokens() -> None:
-    prompts = [job.prompt for job in bench_serving.make_jobs(compare_cpu.load(3, 200, 8, seed=5))]
-    assert all(isinstance(prompt, list) and len(prompt) == 200 for prompt in prompts)
+    prompts = compare_cpu.load_of(3, 200, 8, seed=5).prompts()
+    assert all(len(prompt) == 200 for prompt in prompts)
     assert len({tuple(prompt) for prompt in prompts}) == 3
-    assert prompts == [job.prompt for job in bench_serving.make_jobs(compare_cpu.load(3, 200, 8, seed=5))]
+    assert prompts == compare_cpu.load_of(3, 200, 8, seed=5).prompts()
     file = resolve_tokenizer_path(resolve_model_path("smollm2")) / "tokenizer.json"
     text = Tokenizer.from_file(str(file)).decode(prompts[0])
     assert sum(map(str.isascii, text)) > 0.98 * len(text), "English, not fragments of characters"
@@ -44,10 +44,8 @@ def test_prompts_are_different_pieces_of_prose_whole_in_their_tokens() -> None:
 
 
 def test_the_measurement_with_the_fewest_events_is_told() -> None:
-    flags = compare_cpu.load(1, 4, 21, seed=0)
     whole, halves = (
-        compare_cpu.decode_metrics(Outcome([stream(0.0, 0.1, count, num_tokens=21)], 2.0, 0.0), flags)
-        for count in (21, 7)
+        compare_cpu.decode_metrics(Outcome([stream(0.0, 0.1, count, num_tokens=21)], 2.0, 0.0)) for count in (21, 7)
     )
     assert compare_cpu.fewest_events({("a", 1): [whole, halves], ("b", 1): [whole]}) == pytest.approx(1 / 3)
 

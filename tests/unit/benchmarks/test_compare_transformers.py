@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import compare_transformers as compare
 from benchmarks import generate_child, report
-from benchmarks.bench_serving import Job, Result
+from pdserve.bench.client import BenchRecord
 from tests.tiny import VOCAB_SIZE, Family
 
 
@@ -84,13 +84,13 @@ def test_short_prompts_are_padded_on_the_left() -> None:
 def test_batches_are_taken_in_order() -> None:
     sizes = []
 
-    def generate(jobs: Sequence[Job]) -> list[Result]:
-        sizes.append(len(jobs))
-        return [Result(prompt_tokens=len(job.prompt)) for job in jobs]
+    def generate(prompts: Sequence[Sequence[int]], output_len: int) -> list[BenchRecord]:
+        sizes.append(len(prompts))
+        return [BenchRecord(prompt_tokens=len(prompt), output_tokens=output_len) for prompt in prompts]
 
-    jobs = [Job(prompt=[1] * n, output_len=1, at_s=0.0) for n in range(1, 6)]
-    results, _ = generate_child.run_batches(generate, jobs, 2)
-    assert sizes == [2, 2, 1] and [result.prompt_tokens for result in results] == [1, 2, 3, 4, 5]
+    outcome = generate_child.run_batches(generate, [[1] * count for count in range(1, 6)], 7, 2)
+    assert sizes == [2, 2, 1] and {record.output_tokens for record in outcome.records} == {7}
+    assert [record.prompt_tokens for record in outcome.records] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("flags", [["--threads", "3"], ["--threads", "0"], ["--rounds", "0"], ["--concurrency", "0"]])

@@ -1,16 +1,14 @@
-"""The serving benchmark and the demo, run as programs against a made-up OpenAI server."""
+"""The demo, run as a program against a made-up OpenAI server."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import orjson
-import pytest
 from aiohttp import web
 
 from tests.unit.router.answers import begin_stream
@@ -77,84 +75,6 @@ async def run_program(*argv: str, stdin: bytes = b"") -> tuple[int, str, str]:
             await process.wait()
     assert process.returncode is not None
     return process.returncode, out.decode(), err.decode()
-
-
-def bench(world: Any, server: Any, out: Path, *flags: str) -> Coroutine[Any, Any, tuple[int, str, str]]:
-    argv = ["benchmarks/bench_serving.py", "--base-url", server.url, "--output-json", str(out)]
-    return run_program(*argv, "--num-warmup", "0", *flags)
-
-
-@pytest.mark.parametrize("endpoint", ["completions", "chat"])
-def test_the_benchmark_counts_tokens_by_usage(run_world: RunWorld, tmp_path: Path, endpoint: str) -> None:
-    async def scenario(world: Any) -> None:
-        server = await world.worker("d", openai_stream())
-        out = tmp_path / "out.json"
-        flags = "--num-prompts 10 --concurrency 3 --input-len 7 --output-len 5 --ignore-eos"
-        code, text, err = await bench(world, server, out, "--endpoint", endpoint, *flags.split())
-        assert code == 0, err
-        found = json.loads(out.read_text())
-        assert (found["num_completed"], found["num_errors"]) == (10, 0)
-        assert (found["prompt_tokens"], found["output_tokens"]) == (70, 50)
-        assert found["output_tokens_per_s"] == pytest.approx(50 / found["duration_s"])
-        assert found["total_tokens_per_s"] == pytest.approx(120 / found["duration_s"])
-        assert 0 < found["ttft"]["p50_ms"] <= found["ttft"]["p99_ms"] <= found["latency"]["p99_ms"]
-        assert found["itl"]["p50_ms"] <= found["itl"]["p99_ms"]
-        assert all(body["ignore_eos"] and body["model"] == "d" for body in server.bodies)
-        assert "num_completed          10" in text
-
-    run_world(scenario)
-
-
-def test_the_benchmark_reports_errors_and_goes_on(run_world: RunWorld, tmp_path: Path) -> None:
-    async def scenario(world: Any) -> None:
-        async def refused(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            return web.json_response({"error": {"message": "busy"}}, status=503)
-
-        server = await world.worker("d", openai_stream(lambda body: True), refused, openai_stream())
-        out = tmp_path / "out.json"
-        code, _, err = await bench(
-            world, server, out, "--num-prompts", "6", "--output-len", "3", "--request-rate", "999"
-        )
-        assert code == 0, err
-        found = json.loads(out.read_text())
-        assert (found["num_completed"], found["num_errors"], found["output_tokens"]) == (4, 2, 12)
-        assert "decode died" in found["errors"][0] and "status 503" in found["errors"][1]
-
-    run_world(scenario)
-
-
-def test_the_same_seed_sends_the_same_prompts(run_world: RunWorld, tmp_path: Path) -> None:
-    async def scenario(world: Any) -> None:
-        sent = []
-        for seed in ("1", "1", "2"):
-            server = await world.worker("d", openai_stream())
-            await bench(world, server, tmp_path / "o.json", "--num-prompts", "4", "--output-len", "1", "--seed", seed)
-            sent.append(sorted(json.dumps(body["prompt"]) for body in server.bodies))
-        assert sent[0] == sent[1] != sent[2]
-
-    run_world(scenario)
-
-
-def test_a_trace_gives_scaled_lengths_and_shared_prefixes(run_world: RunWorld, tmp_path: Path) -> None:
-    async def scenario(world: Any) -> None:
-        rows = [
-            {"timestamp": 1000, "input_length": 1000, "output_length": 40, "hash_ids": [1, 2]},
-            {"timestamp": 1000, "input_length": 1400, "output_length": 20, "hash_ids": [1, 3, 4]},
-            {"timestamp": 1500, "input_length": 100, "output_length": 1},
-        ]
-        trace = tmp_path / "trace.jsonl"
-        trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        server = await world.worker("d", openai_stream())
-        out = tmp_path / "out.json"
-        flags = ["--trace", str(trace), "--length-scale", "0.1", "--time-scale", "0.1", "--num-prompts", "3"]
-        code, _, err = await bench(world, server, out, *flags)
-        assert code == 0, err
-        found = json.loads(out.read_text())
-        assert (found["prompt_tokens"], found["output_tokens"]) == (100 + 140 + 10, 4 + 2 + 1)
-        first, second = sorted((body["prompt"] for body in server.bodies if len(body["prompt"]) > 10), key=len)
-        assert first[:51] == second[:51] and first[51:100] != second[51:100]
-
-    run_world(scenario)
 
 
 def test_the_demo_shows_what_happened(run_world: RunWorld) -> None:
