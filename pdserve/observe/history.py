@@ -110,7 +110,7 @@ class CallMeter:
         if piece.startswith(ENDS):
             self.is_broken = self.is_broken or not piece.startswith(STREAM_ENDS)
             return
-        if any(mark in piece for mark in ERROR_EVENTS):
+        if ERROR_EVENTS[0] in piece or ERROR_EVENTS[1] in piece:
             self.is_broken = True
         samples = self._history.samples(self.name)
         if self._num == 0:

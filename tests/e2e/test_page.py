@@ -230,6 +230,12 @@ return cut.filter((node) => node.offsetParent && node.scrollWidth > node.clientW
 """
 
 
+CHARTS_FIT = """
+return [...document.querySelectorAll('.canvas')].filter((node) => node.clientWidth > 0)
+    .every((node) => Math.abs(node.querySelector('.uplot').offsetWidth - node.clientWidth) < 2);
+"""
+
+
 def test_the_history_stays_after_a_reload_and_nothing_is_cut_off_at_three_sizes(
     page: webdriver.Chrome, pair: Pair
 ) -> None:
@@ -254,6 +260,7 @@ def test_the_history_stays_after_a_reload_and_nothing_is_cut_off_at_three_sizes(
             page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
             assert page.execute_script("return document.documentElement.scrollWidth") <= width
             assert page.execute_script(OVERFLOWS) == []
+            until(lambda: page.execute_script(CHARTS_FIT), WAIT_S, "the charts have the width of their cards")
             bottom = page.execute_script("return document.querySelector('#prompt').getBoundingClientRect().bottom")
             assert mobile or bottom <= height, "the chat needs no scrolling on a laptop"
     finally:
@@ -297,18 +304,6 @@ def test_a_server_without_a_router_has_the_page(browser: webdriver.Chrome, pair:
     assert_only_this_origin_was_asked(browser, pair.decode.url)
 
 
-def test_a_killed_server_turns_red(page: webdriver.Chrome, pair: Pair) -> None:
-    """Last: it is gone afterwards."""
-    pair.decode.kill()
-    until(lambda: card(page, "decode").get_attribute("data-state") == "down", WAIT_S, "it is seen")
-    assert "down" in card(page, "decode").text
-    assert card(page, "prefill").get_attribute("data-state") == "ok"
-    assert shown_numbers(page, "decode") == {}, "nobody knows its numbers"
-    until(lambda: text(page, "#status") == "not serving", WAIT_S, "the header says so")
-    states = "return [...document.querySelectorAll('.edges li')].map((node) => node.dataset.state)"
-    assert set(page.execute_script(states)) <= {"down"}, "the line to it is red, until prefill forgets it"
-
-
 def test_the_pages_of_the_api_show_and_send_requests(browser: webdriver.Chrome, pair: Pair) -> None:
     browser.get_log("browser")
     browser.get(f"{pair.url}/docs")
@@ -326,3 +321,22 @@ def test_the_pages_of_the_api_show_and_send_requests(browser: webdriver.Chrome, 
     until(lambda: '"type":"message"' in operation.find_element(By.TAG_NAME, "pre").text, WAIT_S, "an answer")
     assert operation.find_element(By.TAG_NAME, "pre").text.startswith("200")
     assert browser.get_log("browser") == []
+
+
+def test_a_killed_server_turns_red(page: webdriver.Chrome, pair: Pair) -> None:
+    """Last: it is gone afterwards."""
+    pair.decode.kill()
+    until(lambda: card(page, "decode").get_attribute("data-state") == "down", WAIT_S, "it is seen")
+    assert "down" in card(page, "decode").text
+    assert card(page, "prefill").get_attribute("data-state") == "ok"
+    assert shown_numbers(page, "decode") == {}, "nobody knows its numbers"
+    until(lambda: text(page, "#status") == "not serving", WAIT_S, "the header says so")
+    states = "return [...document.querySelectorAll('.edges li')].map((node) => node.dataset.state)"
+    assert set(page.execute_script(states)) <= {"down"}, "the line to it is red, until prefill forgets it"
+    body = {"text": "hello", "sampling_params": {"max_new_tokens": 4}}
+    assert requests.post(f"{pair.url}/generate", json=body, timeout=30).status_code == 503
+    until(lambda: "1 of" in error_tile(page), WAIT_S, "the error rate counts the failed request")
+
+
+def error_tile(browser: webdriver.Chrome) -> str:
+    return next(one for one in each(browser, ".tile", "textContent") if one.startswith("Error rate"))
