@@ -194,11 +194,12 @@ class Admission:
         return await self._wait(_Waiter(request, avoid, rids, asyncio.get_running_loop().create_future()), again)
 
     def enter_at(self, worker: Worker) -> PairSlots | None:
-        """Take a slot at the decode worker that has a moved request; None if the worker gets no requests.
+        """Take a slot at the decode worker that has a moved request.
 
-        Limits of requests do not apply: the request runs there already.
+        None if the worker was removed or its breaker is open. Limits of requests and failed health checks do not apply:
+        the request runs there already.
         """
-        admits = worker.healthy and not worker.forgotten and worker.breaker.admits(self.now())
+        admits = not worker.forgotten and worker.breaker.admits(self.now())
         return PairSlots(self, Pair(None, worker), is_pair=False) if admits else None
 
     def wake(self) -> None:

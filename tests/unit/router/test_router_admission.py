@@ -78,6 +78,20 @@ async def test_places_count_at_both_workers_until_they_are_given_back_and_only_o
     assert desk.num_inside == 0
 
 
+async def test_a_moved_request_is_read_at_its_worker_though_that_gets_no_new_ones() -> None:
+    desk = Desk(1, 1, max_inflight=1)
+    worker = desk.worker("d0")
+    full = await desk.places()
+    worker.healthy = False
+    slots = desk.enter_at(worker)
+    assert slots is not None and desk.loads() == {"p0": 1, "d0": 2}
+    slots.close()
+    full.close()
+    assert desk.loads() == {"p0": 0, "d0": 0}
+    break_worker(desk, worker)
+    assert desk.enter_at(worker) is None
+
+
 async def test_workers_to_avoid_are_taken_only_where_there_is_no_other() -> None:
     desk = Desk(1, 2)
     for _ in range(3):
