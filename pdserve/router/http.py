@@ -40,7 +40,6 @@ from pdserve.http.access import (
     has_too_many_values,
 )
 from pdserve.http.credentials import authorization_of
-from pdserve.http.docs_files import is_docs_path
 from pdserve.http.error_forms import ANTHROPIC_REQUEST_ID, CONVERTED_PATHS, converted_error
 from pdserve.http.errors import HttpRefusal
 from pdserve.http.page_files import is_page_path
@@ -294,7 +293,7 @@ class Access:
 
 def is_public(path: str) -> bool:
     """Whether a path needs no key."""
-    return path in PUBLIC_PATHS or path == "/" or is_page_path(path) or is_docs_path(path)
+    return path in PUBLIC_PATHS or path == "/" or is_page_path(path)
 
 
 def is_admin(method: str, path: str) -> bool:

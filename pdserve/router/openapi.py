@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from pdserve.http.docs_files import DOCS_FILES, DOCS_PATH, INDEX, read_docs_files
 from pdserve.http.errors import ErrorAnswer
 from pdserve.http.openapi import json_content, openapi_document, openapi_operation
+from pdserve.http.page_files import DOCS_FILES, DOCS_PATH, INDEX, read_docs_files
 from pdserve.observe.history import PATH as HISTORY_PATH
 from pdserve.router.http import json_response
 from pdserve.router.proxy.migration import PATH as MIGRATE_PATH

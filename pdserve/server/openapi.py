@@ -18,9 +18,9 @@ from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
-from pdserve.http.docs_files import DOCS_FILES, DOCS_PATH, INDEX, DocsFile, read_docs_files
 from pdserve.http.errors import ErrorAnswer
 from pdserve.http.openapi import json_content, openapi_document, openapi_operation
+from pdserve.http.page_files import DOCS_FILES, DOCS_PATH, INDEX, PageFile, read_docs_files
 from pdserve.server.request.schemas import NativeSampling
 
 REF = "#/components/schemas/{name}"
@@ -139,7 +139,7 @@ def install_docs(app: FastAPI) -> None:
     app.add_route(DOCS_FILES, file, methods=["GET"])
 
 
-def _file(file: DocsFile) -> Response:
+def _file(file: PageFile) -> Response:
     return Response(file.data, headers=file.headers)
 
 

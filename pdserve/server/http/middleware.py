@@ -60,7 +60,6 @@ from pdserve.http.access import (
     framing_refusal,
 )
 from pdserve.http.credentials import authorization_of
-from pdserve.http.docs_files import is_docs_path
 from pdserve.http.error_forms import ANTHROPIC_REQUEST_ID, CONVERTED_PATHS, converted_error
 from pdserve.http.errors import HttpRefusal
 from pdserve.http.page_files import is_page_path
@@ -80,7 +79,7 @@ SECURITY_HEADERS = dict((NO_SNIFF, NO_STORE))
 
 def is_open(path: str) -> bool:
     """Whether a path needs no key."""
-    return path in OPEN or is_docs_path(path) or is_page_path(path)
+    return path in OPEN or is_page_path(path)
 
 
 def install(app: FastAPI, config: AccessConfig, max_body_bytes: int, proof: ControlProof) -> None:

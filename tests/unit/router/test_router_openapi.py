@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.http.docs_files import HEADERS
+from pdserve.http.page_files import DOCS_POLICY, page_headers
 from pdserve.router.config.config import RouterAccessConfig
 
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
@@ -90,6 +90,9 @@ def test_the_pages_that_show_the_document_need_no_key(run_world: RunWorld) -> No
                 async with world.session.get(url + path) as response:
                     assert response.status == status, path
                     if status == 200:
-                        assert response.headers["Content-Security-Policy"] == HEADERS["Content-Security-Policy"]
+                        assert (
+                            response.headers["Content-Security-Policy"]
+                            == page_headers(DOCS_POLICY)["Content-Security-Policy"]
+                        )
 
     run_world(scenario)

@@ -1,4 +1,4 @@
-"""Targets that cannot take a request, and requests that were retracted: on real servers."""
+"""Targets that cannot take a request, prefixes that are copied, stages, and retracted requests: on real servers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
 from tests.e2e.harness import Server, assert_idle, running, start_server, until
 from tests.e2e.moves import Servers, assert_equal, greedy, migrate, refusal, seeded, servers
@@ -69,6 +70,33 @@ def test_a_request_goes_on_after_every_refusal(pair: Servers, strangers: dict[st
 
         assert_equal(pair.run(source, seeded(), act), expected, target)
     assert_idle(pair.prefill, *pair.decodes, *strangers.values())
+
+
+def test_a_copied_prefix_is_found_there(pair: Servers) -> None:
+    """With and without a salt; a prefix of another salt is none."""
+    source, target = pair.decodes
+    for number, salt in enumerate(({}, {"cache_salt": "ours"})):
+        body = greedy(8, 100, seed=7 + number) | salt
+        expected = pair.run(source, body)
+        asked = {"input_ids": body["input_ids"], "to": target.url, **salt}
+        wrong = requests.post(f"{source.url}/replicate", json={**asked, "cache_salt": "theirs"}, timeout=60)
+        assert refusal(wrong) == (404, "no_prefix", "input_ids")
+        answer = requests.post(f"{source.url}/replicate", json=asked, timeout=60)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["num_tokens"] == 96
+        events = list(pair.events(target, body))
+        assert events[-1]["meta_info"]["cached_tokens"] == 96
+        assert events[-1]["output_ids"] == expected["ids"]
+        other = list(pair.events(target, {**body, "cache_salt": "theirs"}))
+        assert other[-1]["meta_info"]["cached_tokens"] == 0, "salts do not share pages"
+
+
+def test_a_long_request_moves_in_stages(pair: Servers) -> None:
+    source, target = pair.decodes
+    sent = source.counter("prefixes_sent")
+    (answer,) = pair.check_moves(source, target, greedy(300, 1500, seed=3))
+    assert answer["num_stages"] >= 1
+    assert source.counter("prefixes_sent") - sent == answer["num_stages"]
 
 
 def test_a_retracted_request_moves(tiny_checkpoint: Callable[[Family], Path]) -> None:
