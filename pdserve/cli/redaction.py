@@ -1,6 +1,6 @@
 """Removes keys, tokens and passwords from what a support bundle contains.
 
-Three rules, each of which suffices for a secret: a JSON field whose name says that it is one, a value that this process
+Each of three rules alone finds a secret: a JSON field whose name says that it is one, a value that this process
 knows (flags and environment), and a form that only secrets have, such as a Bearer header.
 """
 

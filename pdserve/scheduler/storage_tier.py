@@ -87,7 +87,7 @@ class StorageTier:
         state_grid: int = 0,
     ) -> None:
         """`stores_decode`: running requests are stored in strides of `options.decode_stride` tokens. `state_grid`:
-        states lie behind multiples of so many tokens, whole pages; 0 without states.
+        states lie behind multiples of this number of tokens, whole pages; 0 without states.
         """
         self._port, self._host, self._memory = port, host, memory
         self._namespace, self._clock, self._counters = namespace, clock, counters
@@ -160,7 +160,7 @@ class StorageTier:
     # ------------------------------------------------------------------ computed pages
 
     def is_due(self, num_computed: int) -> bool:
-        """Return whether a running request is stored now that so many of its tokens are computed."""
+        """Return whether a running request is stored when `num_computed` of its tokens are computed."""
         return self._stride > 0 and num_computed % self._stride == 0
 
     def computed(self, req: Req) -> None:

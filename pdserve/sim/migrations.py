@@ -126,7 +126,7 @@ class SimMigrations:
         return len(self._moves)
 
     def with_stage_under_way(self) -> list[SimMove]:
-        """Migrations of which a stage is being sent from one live server to another."""
+        """Migrations with a stage on its way from one live server to another."""
         found = []
         for move in self._moves:
             if move.phase != "staging" or move.source.dead or move.target.dead or not move.target.has(move.stage_rid):

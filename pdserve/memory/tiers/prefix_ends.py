@@ -40,9 +40,9 @@ class PrefixEnds:
     """The ends of a prompt that are tried, in pages. Any thread.
 
     `digests`: of the prompt's token pages, from its first on. `first`: pages in front of those that the store is asked
-    for. `after`: only ends behind so many pages are of interest. `grid`: states lie behind multiples of so many pages;
-    0: the model has none. `first_window(end)`: number of the first window page that must be there for the prompt to
-    continue behind `end` pages; None: the model has none.
+    for. `after`: only ends behind this number of pages are of interest. `grid`: states lie behind multiples of this
+    number of pages; 0: the model has none. `first_window(end)`: number of the first window page that must be there for
+    the prompt to continue behind `end` pages; None: the model has none.
     """
 
     digests: Sequence[bytes]
@@ -63,7 +63,7 @@ class PrefixEnds:
         return keys
 
     def last(self, num_leading: int, count: Callable[[Sequence[PageKey]], int | None]) -> int:
-        """Return the last end of which the store has everything, in pages; 0: none.
+        """Return the last end for which the store has everything, in pages; 0: none.
 
         `num_leading`: token pages from `first` on that the store has. `count` returns how many leading keys the store
         has; None ends the search.

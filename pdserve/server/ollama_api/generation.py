@@ -1,4 +1,4 @@
-"""`POST /api/chat` and `/api/generate`: streams are lines of JSON, the last of which has `done` and the counts.
+"""`POST /api/chat` and `/api/generate`: streams are lines of JSON, and the last line has `done` and the counts.
 
     OllamaChatBody     ─> chat_of        ─┐
     OllamaGenerateBody ─> chat_of_prompt ─┴> prepare_chat ─> OllamaCall ─> an answer, or its lines
