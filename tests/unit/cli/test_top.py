@@ -28,6 +28,12 @@ def shown(view: TopView, service: FleetService) -> str:
     return console.export_text()
 
 
+@pytest.fixture(autouse=True)
+def _no_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The width is the one without a terminal."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 def test_once_prints_a_table_without_a_terminal(service: FleetService, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([service.url, "--once"]) == 0
     lines = capsys.readouterr().out.splitlines()

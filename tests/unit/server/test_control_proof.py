@@ -14,6 +14,7 @@ from pdserve.config.cli import parse_server_args
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.errors import ConfigError
 from pdserve.http.access import COMMANDS, GENERATING
+from pdserve.http.error_forms import inner_error
 from pdserve.http.session_proof import CHALLENGE_PATH, EXPIRED, INVALID, Session, worker_key
 from pdserve.launch_checks import check_proof
 from pdserve.server.http.middleware import OPEN
@@ -45,7 +46,7 @@ async def ask(
 
 
 def code(answer: httpx.Response) -> tuple[int, str, str | None]:
-    return answer.status_code, answer.json()["error"]["code"], answer.headers.get(PROOF_HEADER)
+    return answer.status_code, inner_error(answer.json())["code"], answer.headers.get(PROOF_HEADER)
 
 
 @pytest.mark.parametrize(
