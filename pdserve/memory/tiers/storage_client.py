@@ -47,7 +47,10 @@ FindEnd = Callable[[int, CountLeading], int]
 
 
 class Lookup:
-    """How many leading pages a store has; with `find_end`, what that returns. Poll `is_done`; then read `num_found`."""
+    """A look-up of leading pages in a store. `num_found` has their number once `is_done` is true.
+
+    With `find_end` it has the result of `find_end` instead.
+    """
 
     def __init__(self, ids: Sequence[ObjectId], find_end: FindEnd | None = None) -> None:
         self.ids = tuple(ids)

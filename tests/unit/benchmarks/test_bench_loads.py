@@ -30,7 +30,7 @@ def test_gaps_count_within_the_time_that_prompts_are_sent_in() -> None:
     assert part.metrics()["ttft_p50_ms"] is None and part.metrics()["itl_max_ms"] == 3000.0
     prompts = [answer(1.5, 2.0, 8.0), answer(8.0, 9.5, 10.0)]
     found = Part(streams, prompts, 1.5, 9.0).metrics()
-    assert (found["ttft_p50_ms"], found["ttft_max_ms"]) == (1000.0, 1500.0), "the last one, too, of which no gap counts"
+    assert (found["ttft_p50_ms"], found["ttft_max_ms"]) == (1000.0, 1500.0), "the last one counts too, without a gap"
     assert (found["num_prompts"], found["num_prompts_through"], found["num_gaps"]) == (2, 1, 5)
     assert found["stream_tok_s"] == 5 / 7.5
     with pytest.raises(RuntimeError, match="no prompt was through"):
