@@ -21,6 +21,7 @@ from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.errors import EngineDeadError
 from pdserve.http.access import (
     COUNT_TOKENS_PATH,
+    EMBEDDINGS_PATH,
     GENERATING,
     MESSAGES_PATH,
     OLLAMA_CHAT_PATH,
@@ -28,6 +29,7 @@ from pdserve.http.access import (
     OLLAMA_SHOW_PATH,
     OLLAMA_TAGS_PATH,
     OLLAMA_VERSION_PATH,
+    POOLING,
     RESTORE_PATH,
     SNAPSHOT_TYPE,
 )
@@ -59,6 +61,8 @@ from pdserve.server.openai.completions import completions
 from pdserve.server.openai.responses.endpoint import responses
 from pdserve.server.openai.responses.schemas import ResponsesBody
 from pdserve.server.pairing.single_requests import SingleRequests
+from pdserve.server.pooling_api.embeddings import embeddings
+from pdserve.server.pooling_api.schemas import EmbeddingsBody
 from pdserve.server.request.constraints import GrammarCheck
 from pdserve.server.request.schemas import (
     AbortBody,
@@ -100,6 +104,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/responses": ResponsesBody,
     MESSAGES_PATH: MessagesBody,
     COUNT_TOKENS_PATH: MessagesBody,
+    EMBEDDINGS_PATH: EmbeddingsBody,
     OLLAMA_CHAT_PATH: OllamaChatBody,
     OLLAMA_GENERATE_PATH: OllamaGenerateBody,
     OLLAMA_SHOW_PATH: OllamaShowBody,
@@ -265,6 +270,7 @@ ROUTES: tuple[tuple[str, str, str, Endpoint], ...] = (
     ("post_responses", "POST", "/v1/responses", responses),
     ("post_messages", "POST", MESSAGES_PATH, messages),
     ("post_count_tokens", "POST", COUNT_TOKENS_PATH, count_tokens),
+    ("post_embeddings", "POST", EMBEDDINGS_PATH, embeddings),
     ("post_ollama_chat", "POST", OLLAMA_CHAT_PATH, ollama_chat),
     ("post_ollama_generate", "POST", OLLAMA_GENERATE_PATH, ollama_generate),
     ("post_ollama_show", "POST", OLLAMA_SHOW_PATH, ollama_show),
@@ -320,7 +326,7 @@ def _add_routes(
         app.add_api_route(f"/{command}", take, methods=["POST"], name=f"post_{command}", response_model=None)
     for name, methods, path, endpoint in ROUTES:
         handle = context.bind(endpoint)
-        if single is not None and path in GENERATING:
+        if single is not None and path in GENERATING and path not in POOLING:
             handle = single.wrap(path, handle)
         app.add_api_route(path, handle, methods=methods.split(), name=name, response_model=None)
     app.add_api_route(

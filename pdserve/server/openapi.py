@@ -45,6 +45,7 @@ SUMMARIES = {
     "/v1/responses": "Response (OpenAI)",
     "/v1/messages": "Message (Anthropic)",
     "/v1/messages/count_tokens": "Number of prompt tokens of a message (Anthropic)",
+    "/v1/embeddings": "Embeddings of texts (OpenAI)",
     "/generate": "Generate from text or token ids (SGLang)",
     "/api/chat": "Chat (Ollama)",
     "/api/generate": "Generate from a prompt (Ollama)",

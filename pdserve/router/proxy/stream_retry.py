@@ -31,7 +31,7 @@ from pdserve.base.stream_state import (
 )
 from pdserve.http.access import CHAT_PATH, COMPLETIONS_PATH, GENERATE_PATH, MESSAGES_PATH
 from pdserve.protocol.failure import RUNNING_TIMEOUT, Failure
-from pdserve.router.proxy.attempts import batch_size, num_sequences, wants_prompt_logprobs
+from pdserve.router.proxy.attempts import batch_size, merges_prefill, num_sequences
 from pdserve.router.workers.outcome import WORKER_FAILED, WorkerStream, worker_failed
 
 RETRYABLE_STATUSES = frozenset({502, 503, 504})
@@ -59,7 +59,7 @@ Attach = Callable[[Body, Moved], Awaitable[WorkerStream | None]]
 
 def can_go_on(path: str, body: Body) -> bool:
     """Whether a request is for a stream of one sequence that another pair can continue."""
-    if body.get("stream") is not True or num_sequences(body) != 1 or wants_prompt_logprobs(path, body):
+    if body.get("stream") is not True or num_sequences(body) != 1 or merges_prefill(path, body):
         return False
     size = batch_size(path, body)
     return (size is None and path in (CHAT_PATH, GENERATE_PATH, MESSAGES_PATH)) or (

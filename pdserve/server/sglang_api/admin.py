@@ -115,7 +115,7 @@ def _sglang_facts(context: ServerContext) -> dict[str, Any]:
         "max_req_input_len": limits.most_prompt_tokens if limits else None,
         "context_length": ready.context_length if ready else context.config.model.context_length,
         "skip_tokenizer_init": context.tokenizer is None,
-        "is_embedding": False,
+        "is_embedding": context.config.embedding.is_embedding,
         "stream_interval": 1,
         "lora_paths": context.adapters or None,
         "kv_events": _kv_events(context),
