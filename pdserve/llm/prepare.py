@@ -25,8 +25,8 @@ from pdserve.server.http.json_http import convert
 from pdserve.server.openai.chat import chat_prompt, final_text
 from pdserve.server.openai.chat_tools import plan_tools
 from pdserve.server.request.constraints import Constraint, reasoning_grammar
-from pdserve.server.request.intake import check_salt, check_token_ids, make_requests, prompt_request
 from pdserve.server.request.custom_params import limit_thinking
+from pdserve.server.request.intake import check_salt, check_token_ids, make_requests, prompt_request
 from pdserve.server.request.sampling_fields import check_prompt_fits
 from pdserve.server.request.schemas import ChatBody
 
