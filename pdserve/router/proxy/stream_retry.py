@@ -245,8 +245,9 @@ def _moved(event: bytes) -> Moved | None:
     """Parse the error event of a request that has moved; None if it lacks a field."""
     error = inner_error(orjson.loads(_data(event)))
     to, rid, num_tokens = (error.get(name) for name in ("to", "migrated_rid", "next_token_index"))
-    is_whole = isinstance(to, str) and isinstance(rid, str) and isinstance(num_tokens, int)
-    return Moved(to, rid, num_tokens) if is_whole else None
+    if isinstance(to, str) and isinstance(rid, str) and isinstance(num_tokens, int):
+        return Moved(to, rid, num_tokens)
+    return None
 
 
 def _retryable(event: bytes) -> Failure | None:
