@@ -116,11 +116,14 @@ def test_the_page_has_all_figures_and_loads_nothing() -> None:
 
 def test_the_page_tells_the_search() -> None:
     best = {"label": "a", "goodput_target": 0.9, "goodput_slo_ms": {"ttft": 200.0}, "max_rate_within_slo": 3.5}
+    best |= {"goodput_share": 0.92, "lowest_rate_beyond_slo": 4.0}
     text = html_report.page(report(result("a", 1.0, 0.1)) | {"goodput_search": [best]})
-    assert "a: highest rate with 90% of requests within ttft 200 ms: 3.5 requests/s" in text
-    assert "ttft 200 ms: none" in html_report.page(
-        report(result("a", 1.0, 0.1)) | {"goodput_search": [best | {"max_rate_within_slo": None}]}
-    )
+    assert "a: highest rate with 90% of requests within ttft 200 ms: 3.5 requests/s (92% within)" in text
+    for more, told in (({"max_rate_within_slo": None}, "no rate, down to 4 requests/s"),
+                       ({"lowest_rate_beyond_slo": None}, "at least 3.5 requests/s (92% within)")):  # fmt: skip
+        assert f"ttft 200 ms: {told}" in html_report.page(
+            report(result("a", 1.0, 0.1)) | {"goodput_search": [best | more]}
+        )
 
 
 def test_the_image_has_the_charts(monkeypatch: pytest.MonkeyPatch) -> None:
