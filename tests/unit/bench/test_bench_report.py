@@ -70,6 +70,20 @@ def test_rounds_of_a_load_are_one_point_and_concurrencies_an_axis() -> None:
     assert len(curves(chart.svg)[-1]) == 2 and "requests in flight at most" in texts(chart.svg)
 
 
+def test_a_long_legend_has_several_lines_and_groups_their_own_colours() -> None:
+    results = [result(f"127.0.0.1:1800{port}", rate, 0.1, limit=limit)
+               for port in (1, 2) for rate in (1.0, 2.0) for limit in (4, 8)]  # fmt: skip
+    chart = next(chart for chart in charts_of(results) if chart.title == "Time to first token").svg
+    found = list(ElementTree.fromstring(chart.render("t")).iter(f"{SVG}text"))
+    legend = [(float(str(text.get("x"))), float(str(text.get("y"))), text.text) for text in found
+              if "127.0.0.1" in str(text.text)]  # fmt: skip
+    assert len(legend) == 8 and len({y for _, y, _ in legend}) > 1
+    assert all(x + 6 * len(str(text)) < chart.size[0] for x, _, text in legend)
+    classes = {str(line.get("class")) for line in ElementTree.fromstring(chart.render("t")).iter(f"{SVG}polyline")}
+    assert len(classes) == 4
+    assert all(y < 300 for curve in curves(chart)[-8:] for _, y in curve)
+
+
 def test_one_load_has_distributions_and_its_course() -> None:
     titles = [chart.title for chart in charts_of([result("a", "inf", 0.1), result("b", "inf", 0.1)])]
     assert "Time to first token: share of requests" in titles and "Inter-token latency: share of gaps" in titles
