@@ -164,6 +164,10 @@ class OpenAIBody(ConstraintFields):
     bootstrap_room: Rooms = None
     pdserve_resume: Resume | None = None
 
+    def shared_fields(self) -> dict[str, Any]:
+        """Return the fields that every OpenAI body has, by name; not those of a subclass."""
+        return {name: getattr(self, name) for name in OpenAIBody.__struct_fields__}
+
 
 class CompletionBody(OpenAIBody):
     """`POST /v1/completions`."""
