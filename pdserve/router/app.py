@@ -30,10 +30,9 @@ from pdserve.observe.history import History
 from pdserve.observe.interval_stats import RouterStats, log_router_stats
 from pdserve.observe.tracing import open_tracing
 from pdserve.router.config.config import RouterConfig
-from pdserve.router.dashboard.history import RouterHistory
 from pdserve.router.dashboard.observe import PATH as OBSERVE_PATH
 from pdserve.router.dashboard.observe import Observer
-from pdserve.router.dashboard.page import DashboardPage
+from pdserve.router.dashboard.page import DashboardPage, RouterHistory
 from pdserve.router.discovery.kube_api import KubeAccess, KubeApi
 from pdserve.router.discovery.pods import PodDiscovery, PodWorkers
 from pdserve.router.http import (
