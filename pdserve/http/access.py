@@ -161,6 +161,7 @@ COMMANDS = frozenset(
         "/unload_lora_adapter",
         "/observe",
         "/observe/history",
+        "/logs",
     }
 )
 """Admin paths of servers and router: they affect other clients, or show requests of other clients."""

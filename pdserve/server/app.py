@@ -16,6 +16,8 @@ from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
+from pdserve.base.log_ring import MAX_LINES
+from pdserve.base.log_ring import PATH as LOGS_PATH
 from pdserve.base.proof import token_id
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.errors import EngineDeadError
@@ -144,6 +146,12 @@ INPUTS = openapi.Inputs(
         "/flush_cache": {"timeout": {"type": "number", "minimum": 0, "maximum": admin.MAX_FLUSH_WAIT_S}},
         "/v1/loads": {"dp_rank": {"type": "integer", "minimum": 0}},
         HISTORY_PATH: {name: {"type": "number", "minimum": 0} for name in ("seconds", "since")},
+        LOGS_PATH: {"lines": {"type": "integer", "minimum": 1, "maximum": MAX_LINES}},
+        "/v1/models": {
+            "limit": {"type": "integer", "minimum": 1, "maximum": models.MAX_LIMIT},
+            "after_id": {"type": "string"},
+            "before_id": {"type": "string"},
+        },
         RESTORE_PATH: {"kv": {"type": "string", "enum": list(KV_RULES)}},
         CHALLENGE_PATH: {"nonce": {"type": "string", "pattern": "^[0-9a-f]{32}$"}},
     },
@@ -295,6 +303,7 @@ ROUTES: tuple[tuple[str, str, str, Endpoint], ...] = (
     ("get_weight_version", "GET", "/weight_version", admin.weight_version),
     ("get_version", "GET", "/version", admin.version),
     ("get_metrics", "GET", "/metrics", admin.metrics),
+    ("get_logs", "GET", LOGS_PATH, admin.logs),
     ("get_models", "GET", "/v1/models", models.list_models),
     ("get_model", "GET", "/v1/models/{name:path}", models.get_model),
     ("flush_cache", "POST", "/flush_cache", admin.flush_cache),

@@ -66,6 +66,7 @@ SUMMARIES = {
     "/v1/loads": "Requests and tokens of each replica",
     "/metrics": "Metrics in Prometheus's format",
     "/observe": "Live view of requests, queues and memory",
+    "/logs": "Last log lines of all processes",
     "/health": "Whether the server lives",
     "/ready": "Whether the server takes requests",
     "/ping": "Whether the HTTP server answers",
