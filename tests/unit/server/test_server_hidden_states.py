@@ -13,6 +13,7 @@ from pdserve.protocol.hidden_states import HiddenParams
 from pdserve.server.sglang_api import hidden_states
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import bench, sse
+from tests.waiting import until
 
 STATES = EmbeddingConfig(enable_return_hidden_states=True)
 ROOM = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 7}
