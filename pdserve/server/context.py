@@ -73,6 +73,9 @@ class ServerContext:
     changing_adapters: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
     """Held while an adapter is loaded or unloaded, on all replicas."""
 
+    changing_weights: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+    """Held while the weights are changed, on all replicas."""
+
     prefill_servers: Callable[[], list[dict[str, Any]]] | None = None
     """Facts about the servers of `--disaggregation-prefill`; None without the flag, or in another role."""
 
@@ -93,6 +96,17 @@ class ServerContext:
     def model_name(self) -> str:
         """Model name shown to clients."""
         return self.config.model.served_model_name or self.config.model.model_path
+
+    @property
+    def weight_version(self) -> str:
+        """Name of the version of the weights in use."""
+        return self.client.weight_version or self.config.model.weight_version
+
+    @property
+    def weights_path(self) -> str:
+        """Where the weights in use come from."""
+        ready = self.client.ready
+        return str((ready.facts.get("weights_path") if ready else None) or self.config.model.model_path)
 
     @property
     def fingerprint(self) -> str:
