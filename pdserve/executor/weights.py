@@ -17,6 +17,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Literal
 
+from torch import Tensor
+
 from pdserve.base.host_memory import give_back_freed
 from pdserve.base.startup_times import StartupTimes
 from pdserve.errors import ConfigError, ModelError, PdserveError
@@ -42,6 +44,22 @@ class WeightsSource:
     path: str
     load_format: LoadFormat = "auto"
     overlay: Mapping[str, TensorSource] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorInMemory:
+    """Implements `TensorSource` over a tensor in host memory."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `TensorSource`."""
+        return tuple(self.tensor.shape)
+
+    def read(self, part: tuple[slice, ...] | None) -> Tensor:
+        """See `TensorSource`."""
+        return self.tensor if part is None else self.tensor[part]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +107,10 @@ class WeightsLoader:
             return "--enable-eplb: the weights of a server whose experts move between ranks cannot be changed"
         if config.parallel.num_sharing > 1:
             return "--enable-dp-attention: the weights of replicas that compute together cannot be changed"
+        if config.storage.hicache_storage_backend is not None:
+            return "--hicache-storage-backend: the weights of a server with a KV store cannot be changed"
+        if config.kv_events is not None:
+            return "--kv-events-config: the weights of a server that publishes KV events cannot be changed"
         return None
 
     def prepare(self, source: WeightsSource) -> Future[PreparedWeights]:

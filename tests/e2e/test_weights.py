@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import requests
 
-from tests.e2e.harness import assert_idle, running_monolith, running_pair, until
+from tests.e2e.harness import assert_idle, running_monolith, until
 from tests.model_families import prompts_of
 from tests.reference import load_reference, reference_greedy
 from tests.tiny import make_tiny
