@@ -43,7 +43,7 @@ from pdserve.executor.sampler import Found, TokenSampler, choose_with_torch, d2h
 from pdserve.executor.slot_stamps import SlotCopies, SlotStamps, StampWrites, copy_slots
 from pdserve.executor.verify import Fold, PendingRows, StepDrafts, shorten, state_slots, take_apart
 from pdserve.grammar.compile import JsonRules
-from pdserve.grammar.matcher import Matcher
+from pdserve.grammar.matcher import OutputMatcher
 from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layout import KVLayout
 from pdserve.memory.slot_stamp import SlotStamp
@@ -187,7 +187,7 @@ class LocalExecutor(ModelInUse):
             self._constrained.add(row)
             self._grammars.open(row, sampling.grammar, sampling, token_ids[num_prompt_tokens:])
 
-    def prepare_grammar(self, grammar: Grammar) -> Future[Matcher] | None:
+    def prepare_grammar(self, grammar: Grammar) -> Future[OutputMatcher] | None:
         """Begin to compile a grammar before its request takes a row; None where there is nothing to wait for."""
         return self._grammars.prepare(grammar)
 

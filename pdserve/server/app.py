@@ -54,6 +54,7 @@ from pdserve.server.migration_client import MigrateStreamBody, MigrationClient, 
 from pdserve.server.ollama_api.facts import ollama_show, ollama_tags, ollama_version
 from pdserve.server.ollama_api.generation import ollama_chat, ollama_generate
 from pdserve.server.ollama_api.schemas import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
+from pdserve.server.openai import models
 from pdserve.server.openai.chat import chat_completions
 from pdserve.server.openai.completions import completions
 from pdserve.server.openai.responses.endpoint import responses
@@ -292,8 +293,8 @@ ROUTES: tuple[tuple[str, str, str, Endpoint], ...] = (
     ("get_weight_version", "GET", "/weight_version", admin.weight_version),
     ("get_version", "GET", "/version", admin.version),
     ("get_metrics", "GET", "/metrics", admin.metrics),
-    ("get_models", "GET", "/v1/models", admin.list_models),
-    ("get_model", "GET", "/v1/models/{name:path}", admin.get_model),
+    ("get_models", "GET", "/v1/models", models.list_models),
+    ("get_model", "GET", "/v1/models/{name:path}", models.get_model),
     ("flush_cache", "POST", "/flush_cache", admin.flush_cache),
     ("flush_cache", "GET", "/flush_cache", admin.flush_cache),
     ("clear_storage", "POST", "/hicache/storage-backend/clear", admin.clear_storage),

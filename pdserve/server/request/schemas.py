@@ -44,7 +44,6 @@ UNSUPPORTED_NATIVE = (
     "audio_data", "custom_logit_processor", "image_data", "input_embeds",
     "return_hidden_states", "return_routed_experts", "session_params", "video_data",
 )  # fmt: skip
-UNSUPPORTED_NATIVE_SAMPLING = ("custom_params",)
 UNSUPPORTED_OPENAI = (
     "custom_logit_processor", "input_embeds", "lora_path", "return_hidden_states", "session_params",
 )  # fmt: skip
@@ -79,6 +78,7 @@ class SharedSampling(DeclaredSampling):
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: StructuralTag = None
+    custom_params: dict[str, Any] | None = None
 
 
 class NativeSampling(SharedSampling, forbid_unknown_fields=True):
@@ -135,7 +135,7 @@ class ConstraintFields(SharedSampling):
     structured_outputs: dict[str, Any] | None = None
 
 
-_UNCONSTRAINING = {*BODY_FIELDS, "n", "seed", "stop", "stop_token_ids", "stop_regex", "logit_bias"}
+_UNCONSTRAINING = {*BODY_FIELDS, "n", "seed", "stop", "stop_token_ids", "stop_regex", "logit_bias", "custom_params"}
 CONSTRAINTS = tuple(name for name in ConstraintFields.__struct_fields__ if name not in _UNCONSTRAINING)
 """Fields of a body that may constrain its output by a grammar."""
 

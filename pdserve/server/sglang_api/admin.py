@@ -1,4 +1,4 @@
-"""Server and model info, load, metrics, `/flush_cache`, `/abort_request`, `/v1/models`."""
+"""Server and model info, load, metrics, `/flush_cache`, `/abort_request`."""
 
 from __future__ import annotations
 
@@ -274,40 +274,3 @@ async def abort_request(context: ServerContext, request: Request) -> Response:
     if body.rid is not None and not body.abort_all and context.suspended is not None:
         num_aborted += context.suspended.drop(body.rid)
     return json_response({"num_aborted": num_aborted})
-
-
-def _model_card(context: ServerContext) -> dict[str, Any]:
-    ready = context.client.ready
-    return {
-        "id": context.model_name,
-        "object": "model",
-        "created": context.started_s,
-        "owned_by": "pdserve",
-        "root": context.config.model.model_path,
-        "parent": None,
-        "max_model_len": ready.context_length if ready else None,
-    }
-
-
-def _adapter_card(context: ServerContext, name: str) -> dict[str, Any]:
-    return {**_model_card(context), "id": name, "root": context.adapters[name], "parent": context.model_name}
-
-
-async def list_models(context: ServerContext, _: Request) -> Response:
-    """Return the list of models: the model, and then its LoRA adapters."""
-    adapters = [_adapter_card(context, name) for name in context.adapters]
-    return json_response({"object": "list", "data": [_model_card(context), *adapters]})
-
-
-async def get_model(context: ServerContext, request: Request) -> Response:
-    """Return the model card.
-
-    Raises:
-        RequestError: 404 when the path names another model than the served one.
-    """
-    name = request.path_params["name"]
-    if name in context.adapters:
-        return json_response(_adapter_card(context, name))
-    if not context.is_model(name):
-        raise context.no_such_model(name)
-    return json_response(_model_card(context))
