@@ -109,6 +109,10 @@ def wants_prompt_logprobs(path: str, body: dict[str, Any]) -> bool:
     )
 
 
+WEIGHTS_PATIENCE_S = 60.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.5
+
+
 class Attempt:
     """One attempt at a pair, which lasts as long as its `with` block.
 
@@ -217,6 +221,28 @@ class Attempt:
         else:
             error = worker_failed(f"the router ended the request at the {why.worker.spec.role} worker: {why.message}")
         upstream.response.content.set_exception(error)
+
+
+class WeightsPatience:
+    """Waits of one request for a pair whose servers have the same weights, at most `WEIGHTS_PATIENCE_S` in all.
+
+    `now`: time of the event loop in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._until: float | None = None
+        self._pause_s = FIRST_PAUSE_S
+
+    async def wait(self) -> bool:
+        """Wait before the next attempt, longer each time; False: the request has waited long enough."""
+        if self._until is None:
+            self._until = self._now() + WEIGHTS_PATIENCE_S
+        if self._now() + self._pause_s > self._until:
+            return False
+        await asyncio.sleep(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        return True
 
 
 class Drain:

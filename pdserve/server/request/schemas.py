@@ -340,8 +340,8 @@ class WeightsFromDiskBody(msgspec.Struct, forbid_unknown_fields=True):
     """`POST /update_weights_from_disk`. `model_path`: a checkpoint on this server's hosts.
 
     `drain_timeout_secs`: seconds that running requests have to end, unless `abort_all_requests`. `keep_pause`: no
-    request is computed until `/continue_generation`. `token_step`, `is_async`, `torch_empty_cache` and
-    `recapture_cuda_graph` change nothing.
+    request is computed until `/continue_generation`. `prepare_only`: load, and keep for a later call. `token_step`,
+    `is_async`, `torch_empty_cache` and `recapture_cuda_graph` change nothing.
     """
 
     model_path: str
@@ -351,6 +351,7 @@ class WeightsFromDiskBody(msgspec.Struct, forbid_unknown_fields=True):
     flush_cache: bool = True
     keep_pause: bool = False
     drain_timeout_secs: float | None = None
+    prepare_only: bool = False
     is_async: bool = False
     torch_empty_cache: bool = False
     recapture_cuda_graph: bool = False
