@@ -471,3 +471,10 @@ def _close_finished(half: asyncio.Task[Any]) -> None:
         log.error("a call to a worker raised an unexpected error", exc_info=error)
     elif isinstance(half.result(), WorkerStream):
         half.result().response.close()
+
+
+def _why(outcome: Outcome) -> str:
+    """Return why an outcome is no stream, for the log."""
+    if isinstance(outcome, WorkerResponse):
+        return f"status {outcome.status}: {outcome.body[:500].decode(errors='replace')}"
+    return f"a {outcome.response.content_type} answer" if isinstance(outcome, WorkerStream) else outcome.message
