@@ -40,7 +40,9 @@ from pdserve.model.drafting.cost import pass_cost
 from pdserve.model.drafting.interface import DraftModel
 from pdserve.model.parallel import Parallel, SingleRank, is_sampler
 from pdserve.model.paths import resolve_model_path, resolve_tokenizer_path
+from pdserve.model.pooling import read_pooling
 from pdserve.model.torch_parallel import open_parallel
+from pdserve.protocol.hidden_states import Pooling
 
 _LOG = logging.getLogger(__name__)
 MAX_PAGE_TOKENS = 128
@@ -69,6 +71,8 @@ class LoadedEngine:
     """LoRA adapters of this rank; None without --enable-lora."""
     weights: WeightsLoader | None = None
     """Loads other weights of the same model; None in tests whose weights stay."""
+    pooling: Pooling | None = None
+    """How the model makes one vector of a text; None without --is-embedding."""
 
     @property
     def drafter(self) -> Drafter | None:
@@ -189,6 +193,7 @@ def build_executor(
     return LoadedEngine(
         executor, table, wanted.spec, sizes.num_pages, context_length, wanted.dtype, device, parallel.coord,
         loaded.arithmetic, sizes.groups, loaded.can_split_prompts, loras, weights,
+        read_pooling(wanted.path, config.embedding.embedding_pooling) if config.embedding.is_embedding else None,
     )  # fmt: skip
 
 
