@@ -25,11 +25,12 @@ from pdserve.model.decoder import Decoder
 from pdserve.model.grouped_weights import GroupFormat
 from pdserve.model.layers.kernels import Kernels
 from pdserve.model.parallel import Parallel
-from pdserve.model.params import QuantizedSource, TensorSource, torch_dtype
+from pdserve.model.params import torch_dtype
 from pdserve.model.paths import weight_files
 from pdserve.model.placement import ExpertMap
 from pdserve.model.quantization.config import Quantization, read_quantization
 from pdserve.model.quantization.layers import QuantizedLayers
+from pdserve.model.tensor_sources import QuantizedSource, TensorSource
 
 OnProgress = Callable[[int, int], None]
 """Called with the bytes that were read, and the bytes of all files."""
