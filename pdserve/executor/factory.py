@@ -6,6 +6,7 @@ Where a replica has several ranks, call `join_replica` first, then `build_execut
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 
 import torch
@@ -16,6 +17,7 @@ from pdserve.base.parallel import DpRankCoord, RankCoord
 from pdserve.base.startup_times import POOLS, WARM_UP, StartupTimes
 from pdserve.config.groups import KernelConfig, ParallelConfig, ServerConfig
 from pdserve.errors import ConfigError, GrammarError
+from pdserve.executor.device_memory import DeviceMemory
 from pdserve.executor.draft_loading import load_draft_model
 from pdserve.executor.drafter import Drafter, draft_pool
 from pdserve.executor.grammar_rows import GrammarRows
@@ -66,6 +68,13 @@ class LoadedEngine:
     loras: LoraAdapters | None = None
     """LoRA adapters of this rank; None without --enable-lora."""
     drafter: Drafter | None = None
+    moves_experts: bool = False
+    """True with --enable-eplb."""
+
+    @functools.cached_property
+    def device_memory(self) -> DeviceMemory:
+        """Reads weights by name, and gives memory back to the system."""
+        return DeviceMemory(self.executor, refuses_experts=self.moves_experts)
 
     @property
     def layout(self) -> KVLayout:
@@ -178,6 +187,7 @@ def build_executor(
     return LoadedEngine(
         executor, table, wanted.spec, sizes.num_pages, context_length, wanted.dtype, device, parallel.coord,
         loaded.arithmetic, sizes.groups, loaded.can_split_prompts, loras, drafter,
+        config.parallel.enable_eplb,
     )  # fmt: skip
 
 

@@ -42,6 +42,7 @@ from pdserve.executor.model_runner import (
     choose_runner,
     cut_plan,
 )
+from pdserve.executor.named_weights import NamedWeights
 from pdserve.executor.page_copies import HostTierCopies
 from pdserve.executor.prompt_logprobs import PromptLogprobParams, PromptLogprobRange, pack_scores, read_prompt_logprobs
 from pdserve.executor.sampler import Found, TokenSampler, choose_with_torch, d2h_copy, d2h_copy_after, to_host
@@ -88,7 +89,7 @@ class _Step:
     backlog: Backlog | None = None
 
 
-class LocalExecutor(HostTierCopies):
+class LocalExecutor(HostTierCopies, NamedWeights):
     """Implements `Executor` for one rank. `context_length`: most tokens of a row, prompt and output together.
 
     `layout` is the whole model's; `pools` and `attention` belong to this rank's part of it.

@@ -159,6 +159,9 @@ COMMANDS = frozenset(
         "/resume",
         "/load_lora_adapter",
         "/unload_lora_adapter",
+        "/release_memory_occupation",
+        "/resume_memory_occupation",
+        "/get_weights_by_name",
         "/observe",
         "/observe/history",
     }

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pdserve.errors import ModelError
 from pdserve.model.grouped_weights import GroupFormat, QuantizedWeight, within
+from pdserve.model.named_weights import MemoryRange, NamedRows, check_size, named_rows
 from pdserve.model.tensor_sources import ParamPiece, PieceSource, QuantizedPieceSource, QuantizedSource, TensorSource
 
 _DTYPES = {
@@ -60,6 +61,15 @@ class Param:
         blocks = value.view(-1, len(self.order), *value.shape[1:])
         return blocks[:, list(self.order)].view(value.shape)
 
+    def unordered(self, stored: Tensor) -> Tensor:
+        """Return stored rows, whole blocks, in the order of the checkpoint."""
+        if self.order is None or not len(stored):
+            return stored
+        blocks = stored.reshape(-1, len(self.order), *stored.shape[1:])
+        found = torch.empty_like(blocks)
+        found[:, list(self.order)] = blocks
+        return found.view(stored.shape)
+
     def ordered_rows(self, weight: QuantizedWeight) -> QuantizedWeight:
         """Return `ordered` of a weight that is not dequantized."""
         return weight if self.order is None else weight.rows(self.ordered(torch.arange(len(weight.values))))
@@ -79,6 +89,10 @@ class Param:
         whole = [slice(0, size) for size in self.shape]
         whole[self.dim] = slice(self.held.start, self.held.stop)
         return tuple(whole)
+
+
+RowReader = Callable[[int, int], Tensor]
+"""Returns rows `[start, stop)` of a stacked tensor that was repacked, `[stop - start, ...]`, on the host."""
 
 
 @dataclasses.dataclass
@@ -112,6 +126,8 @@ class ParamSlots:
         self._repacked_bytes = 0
         self._quantized: dict[str, QuantizedWeight | None] = {}
         """Parameters that are kept as the checkpoint has them, too; None: not filled yet."""
+        self._repacked: dict[str, tuple[RowReader, int]] = {}
+        """By repacked parameter: how to read the tensor that it is in, and the number of its first row there."""
 
     @property
     def device(self) -> torch.device:
@@ -298,14 +314,77 @@ class ParamSlots:
         held = {name: _samples(self._params[name], slot) for name, slot in self._slots.items()}
         return {name: self._samples[name] if name in self._samples else held[name] for name in self._params}
 
-    def release_weights(self, whole: Tensor, num_bytes: int) -> None:
+    def release_weights(self, whole: Tensor, num_bytes: int, read: RowReader | None = None) -> None:
         """Drop the parameters in `whole`, from `stacked`, which were repacked into `num_bytes` elsewhere.
 
-        Their samples are kept.
+        Their samples are kept. `read` returns rows of `whole`; None: they cannot be read back.
         """
         for name in self._names_in(whole):
-            self._samples[name] = _samples(self._params[name], self._slots.pop(name))
+            slot = self._slots.pop(name)
+            self._samples[name] = _samples(self._params[name], slot)
+            if read is not None:
+                self._repacked[name] = read, slot.storage_offset() // slot.stride(0)
         self._repacked_bytes += num_bytes
+
+    def memory(self) -> list[MemoryRange]:
+        """Return the memory of the parameters that are not repacked. A range may occur more than once."""
+        storages = (slot.untyped_storage() for slot in self._slots.values())
+        return [MemoryRange(storage.data_ptr(), storage.nbytes()) for storage in storages if storage.nbytes()]
+
+    def read(self, name: str, max_rows: int) -> list[NamedRows]:
+        """Return what this rank holds of the first `max_rows` rows of the checkpoint's tensor `name`, in float32.
+
+        Empty: another rank has it, or this model does not use it. Weights in fewer bits are dequantized.
+
+        Raises:
+            ModelError: this architecture has no such tensor, it is too large, or its form cannot be read back.
+        """
+        name = self._rename(name)
+        if name not in self._divided:
+            param = self._param(name)
+            if param is None:
+                return []
+            check_size(name, param.shape, max_rows)
+            first_row, values = self._held_rows(param, max_rows)
+            return [named_rows(param.shape, first_row, self._first_column(param), values)]
+        shape, pieces = self._divided[name]
+        check_size(name, shape, max_rows)
+        found = []
+        for piece in pieces:
+            param = self._param(piece.name)
+            if param is not None and (piece.index is None or piece.index < max_rows):
+                first_row, values = self._held_rows(param, piece.shape[0])
+                found.append(named_rows(shape, first_row, self._first_column(param), values, piece))
+        return found
+
+    def _param(self, name: str) -> Param | None:
+        """Return the parameter `name`; None: other ranks have it, or none. Raises ModelError for an unknown one."""
+        param = self._params.get(name)
+        if param is None and not self._is_ignored(name):
+            raise ModelError(f"this model has no tensor {name}")
+        return param
+
+    @staticmethod
+    def _first_column(param: Param) -> int:
+        return param.held.start if param.held is not None and param.dim == 1 else 0
+
+    def _held_rows(self, param: Param, max_rows: int) -> tuple[int, Tensor]:
+        """Return the held ones of the first `max_rows` rows of a parameter, and the number of the first of them."""
+        held = range(param.shape[0]) if param.held is None or param.dim == 1 else param.held
+        count = max(0, min(len(held), max_rows - held.start))
+        block = 1 if param.order is None else len(param.order)
+        num_stored = -(-count // block) * block
+        slot = self._slots.get(param.name)
+        if count == 0:
+            stored = torch.empty(0)
+        elif slot is not None:
+            stored = slot[:num_stored]
+        elif param.name in self._repacked:
+            read, first = self._repacked[param.name]
+            stored = read(first, first + num_stored)
+        else:
+            raise ModelError(f"{param.name} is kept in a packed form that cannot be read back")
+        return held.start, param.unordered(stored)[:count]
 
     def add_bytes(self, num_bytes: int) -> None:
         """Count `num_bytes` for a second copy of parameters in another format."""

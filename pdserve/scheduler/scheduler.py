@@ -14,6 +14,7 @@ from pdserve.base.mailbox import Woken
 from pdserve.errors import RequestError
 from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
 from pdserve.executor.profiling import Profiler
+from pdserve.protocol.engine_memory import GetWeights, MemoryCommand, ReleaseMemory, ResumeMemory
 from pdserve.protocol.engine_state import EngineState
 from pdserve.protocol.failure import CLIENT_ABORT, Failure
 from pdserve.protocol.messages import (
@@ -50,10 +51,11 @@ from pdserve.protocol.messages import (
 )
 from pdserve.ranks.pre_step import IdleBatches
 from pdserve.scheduler.context import SchedulerContext
+from pdserve.scheduler.engine_memory import RELEASED, EngineMemory
 from pdserve.scheduler.loop_times import Heartbeat, LoopTimes
 from pdserve.scheduler.outbox import log_admitted
 from pdserve.scheduler.request import EVICTED, GRAMMAR_FAILED, EvictionOrder, PriorityRules, Req, Times
-from pdserve.scheduler.role_switcher import RoleSwitcher
+from pdserve.scheduler.role_switcher import OpenedRole, RoleSwitcher
 from pdserve.scheduler.roles.base import SchedulerRole, audit_holds
 from pdserve.scheduler.snapshots import MOVING, NOT_LIVE, SUSPENDED, RequestExtractor, check_adapter
 from pdserve.scheduler.state_report import LoadReporter, StateReporter
@@ -105,13 +107,14 @@ class Scheduler:
         rules: PriorityRules | None = None,
         switcher: RoleSwitcher | None = None,
         load_reporter: LoadReporter | None = None,
+        engine_memory: EngineMemory | None = None,
     ) -> None:
         """`max_queued`: most waiting requests beyond the free rows; None: no limit.
 
         With the `rules` of priority scheduling a more urgent request takes the place of a waiting one in a full queue.
         `num_gated` returns the number of requests that wait for their grammar before admission; None: there is no gate.
         `switcher` None: the role is fixed.
-        `load_reporter` None: load is not published.
+        `load_reporter` None: load is not published. `engine_memory` None: memory is not released.
         """
         self.role = role
         self.context = context
@@ -124,6 +127,7 @@ class Scheduler:
         self._num_gated = num_gated
         self._switcher = switcher
         self._load_reporter = load_reporter
+        self._engine_memory = engine_memory
         self._state = StateReporter(context, live_facts, by_priority=rules is not None and rules.enabled)
         self._idle_batches = idle_batches
         self._depth = max(int(overlap), context.limits.num_stages - 1)
@@ -153,6 +157,7 @@ class Scheduler:
                 )
                 waiting = waiting or (self.context.tier is not None and self.context.tier.has_work)
                 waiting = waiting or (self._switcher is not None and self._switcher.is_pending)
+                waiting = waiting or (self._engine_memory is not None and self._engine_memory.is_pending)
                 self._times.enter("idle")
                 self.inputs.wait(0.05 if waiting else timer_s or _IDLE_WAIT_S)
         while self._under_way:
@@ -181,6 +186,8 @@ class Scheduler:
         self.role.poll()
         if self._switcher is not None and self._switcher.is_pending:
             self._switch_role(self._switcher)
+        if self._engine_memory is not None and self._engine_memory.is_pending:
+            self._take_role(self._engine_memory.poll(self._idle, self.kv, self._flush_cache), self._engine_memory)
         was_under_way = bool(self._under_way)
         if was_under_way and self.role.needs_sync:
             self._process_all_results()
@@ -210,13 +217,37 @@ class Scheduler:
     def _switch_role(self, switcher: RoleSwitcher) -> None:
         """Take the new role if nothing is live or under way. What is kept for the old one must be free by then."""
         opened = switcher.run(self._idle, self.kv)
-        if opened is None:
-            return
+        if opened is not None:
+            self._begin_role(opened)
+            switcher.finish()
+
+    def _begin_role(self, opened: OpenedRole) -> None:
         self.role, self.kv = opened.role, opened.kv
         self.facts, self._audited = dict(opened.facts), False
         self._evictions = self._eviction_order()
         self._profiler.name = opened.profile_name
-        switcher.finish()
+
+    def _take_role(self, opened: OpenedRole | None, memory: EngineMemory) -> None:
+        """Begin the role that a release or resume of memory has opened, if it did; note what is released."""
+        if opened is not None:
+            self._begin_role(opened)
+        self.facts[RELEASED] = memory.released
+
+    def _command_memory(self, command: MemoryCommand) -> None:
+        """Carry out a command about the engine's memory."""
+        memory = self._engine_memory
+        if memory is None:
+            message = "the memory of this engine is not released, and its weights are not read"
+            self.context.outbox.send(CommandReply(query_id=command.query_id, ok=False, message=message))
+            return
+        self._process_all_results()
+        match command:
+            case GetWeights():
+                memory.read(command)
+            case ReleaseMemory():
+                memory.release(command, len(self.role.live))
+            case ResumeMemory():
+                self._take_role(memory.resume(command), memory)
 
     def _eviction_order(self) -> EvictionOrder | None:
         rules = self._rules
@@ -325,11 +356,13 @@ class Scheduler:
                 adapter = "" if lora is None else self.context.adapter_digest(lora)
                 self.kv.redirect(room, prompt_digest(input_ids, adapter), replica)
             case SwitchRole():
-                if self._switcher is None:
+                if self._switcher is None or (self._engine_memory is not None and self._engine_memory.released):
                     reply = CommandReply(query_id=event.query_id, ok=False, message="the role of this engine is fixed")
                     self.context.outbox.send(reply)
                 else:
                     self._switcher.accept(event)
+            case GetWeights() | ReleaseMemory() | ResumeMemory():
+                self._command_memory(event)
             case PrepareLora(name=name, path=path):
                 self.context.prepare_adapter(name, path)
             case Shutdown():
@@ -342,6 +375,8 @@ class Scheduler:
 
     def _admit(self, spec: GenerateRequest) -> None:
         try:
+            if self._engine_memory is not None:
+                self._engine_memory.require()
             if spec.rid in self.role.live:
                 raise RequestError(f"rid {spec.rid!r} is in use", field="rid", status=409, code="rid_in_use")
             displaced = None

@@ -70,6 +70,7 @@ from pdserve.server.request.schemas import (
     FunctionCallBody,
     GenerateBody,
     LoadLoraBody,
+    MemoryTagsBody,
     MigrateBody,
     PairProbeBody,
     PauseBody,
@@ -82,10 +83,12 @@ from pdserve.server.request.schemas import (
     SuspendBody,
     TokenizeBody,
     UnloadLoraBody,
+    WeightNameBody,
 )
 from pdserve.server.sglang_api import admin, commands, health, lora, observability, parse
 from pdserve.server.sglang_api.generate import generate
 from pdserve.server.sglang_api.health import PairProbes
+from pdserve.server.sglang_api.memory import MemoryEndpoints
 from pdserve.server.sglang_api.migrate import Migrations
 from pdserve.server.sglang_api.role_switch import RoleChanger, pd_role_switch
 from pdserve.server.sglang_api.snapshots import KV_RULES, SnapshotEndpoints
@@ -120,6 +123,9 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/migrate_stream": MigrateStreamBody,
     "/load_lora_adapter": LoadLoraBody,
     "/unload_lora_adapter": UnloadLoraBody,
+    "/release_memory_occupation": MemoryTagsBody,
+    "/resume_memory_occupation": MemoryTagsBody,
+    "/get_weights_by_name": WeightNameBody,
     "/start_profile": ProfileBody,
     "/stop_profile": CommandBody,
     "/extract": ExtractBody,
@@ -129,13 +135,19 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/health_pair": PairProbeBody,
 }
 """Body schema of each POST or PUT route, for the OpenAPI document."""
-OPTIONAL_BODIES = frozenset({"/pause_generation", "/continue_generation", "/start_profile", "/stop_profile"})
+OPTIONAL_BODIES = frozenset(
+    {
+        *("/pause_generation", "/continue_generation", "/start_profile", "/stop_profile"),
+        *("/release_memory_occupation", "/resume_memory_occupation", "/get_weights_by_name"),
+    }
+)
 """Routes whose body is optional."""
 INPUTS = openapi.Inputs(
     BODIES,
     OPTIONAL_BODIES,
     {
         "/flush_cache": {"timeout": {"type": "number", "minimum": 0, "maximum": admin.MAX_FLUSH_WAIT_S}},
+        "/get_weights_by_name": {"name": {"type": "string"}, "truncate_size": {"type": "integer", "minimum": 1}},
         "/v1/loads": {"dp_rank": {"type": "integer", "minimum": 0}},
         HISTORY_PATH: {name: {"type": "number", "minimum": 0} for name in ("seconds", "since")},
         RESTORE_PATH: {"kv": {"type": "string", "enum": list(KV_RULES)}},
@@ -323,6 +335,10 @@ def _add_routes(
         if single is not None and path in GENERATING:
             handle = single.wrap(path, handle)
         app.add_api_route(path, handle, methods=methods.split(), name=name, response_model=None)
+    memory = MemoryEndpoints(context, drain_gate)
+    for take in (memory.release_memory_occupation, memory.resume_memory_occupation, memory.get_weights_by_name):
+        command = take.__name__
+        app.add_api_route(f"/{command}", take, methods=["GET", "POST"], name=command, response_model=None)
     app.add_api_route(
         "/health_pair", PairProbes(context).post, methods=["POST"], name="post_health_pair", response_model=None
     )

@@ -336,6 +336,19 @@ class UnloadLoraBody(msgspec.Struct):
     lora_name: str
 
 
+class MemoryTagsBody(msgspec.Struct, forbid_unknown_fields=True):
+    """`POST /release_memory_occupation`, `/resume_memory_occupation`. `tags`: what; absent or empty: all memory."""
+
+    tags: list[str] | None = None
+
+
+class WeightNameBody(msgspec.Struct, forbid_unknown_fields=True):
+    """`POST /get_weights_by_name`: name of a tensor of the checkpoint, and the number of rows that are returned."""
+
+    name: str
+    truncate_size: int = 100
+
+
 class RoleSwitchBody(msgspec.Struct):
     """`POST /pd_role_switch`. `wait`: respond when the switch is complete; false: when it has started.
 
