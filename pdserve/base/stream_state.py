@@ -1,7 +1,8 @@
 """Resume state in a stream's events, with which another server can continue a stream that broke.
 
     router ── X-PDServe-Stream-State: 1 ──> server     the router requests the state; a client's header is not forwarded
-    router <── `: pdserve {...}` ── server             a line before `data:` of each event, an SSE comment
+    router <── `: pdserve {...}` ── server             a line before `data:` of each event, an SSE comment; before each
+                                                       line of Ollama's API
     router ── body + `pdserve_resume` ──> server       the state so far; the server continues after it
 
 The state holds only data of the client: the ids of its tokens, and text that it is sent anyway. A client that requests
@@ -32,6 +33,12 @@ MAX_HEAD_CHARS = 1024
 ShortText = msgspec.Meta(max_length=MAX_HEAD_CHARS)
 
 
+class _OllamaLine(msgspec.Struct):
+    """One line of a stream of Ollama's API. `done`: it is the last one."""
+
+    done: bool = False
+
+
 @dataclasses.dataclass(frozen=True)
 class StreamForm:
     """Events by which the streams of one API end."""
@@ -41,10 +48,24 @@ class StreamForm:
     """The first bytes of an error event."""
     after_error: bytes
     """Events after an error event."""
+    end: bytes = EVENT_END
+    """What ends each event. A line break: the stream consists of lines of JSON, and the last one has `"done": true`."""
+
+    def is_last(self, event: bytes) -> bool:
+        """Whether an event without its end is the last one of a complete stream."""
+        if self.end == EVENT_END:
+            return event + EVENT_END == self.last
+        if b'"done":true' not in event:
+            return False
+        try:
+            return msgspec.json.decode(event, type=_OllamaLine).done
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return False
 
 
 OPENAI_STREAM = StreamForm(DONE, b'data: {"error":', DONE)
 ANTHROPIC_STREAM = StreamForm(MESSAGE_STOP, b"event: error\n", b"")
+OLLAMA_STREAM = StreamForm(b"", b'{"error":', b"", b"\n")
 
 
 class EventState(msgspec.Struct, omit_defaults=True):

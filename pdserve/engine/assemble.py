@@ -40,6 +40,7 @@ from pdserve.scheduler.scheduler import InputSource, Scheduler
 from pdserve.scheduler.speculation import NgramDrafter, Speculation
 from pdserve.scheduler.state_report import LoadReporter
 from pdserve.scheduler.step_log import DecodeStepLog
+from pdserve.scheduler.weights_update import WeightsUpdater
 from pdserve.transfer.manager import KVManager
 
 log = logging.getLogger(__name__)
@@ -178,6 +179,7 @@ def make_scheduler(
     num_gated: Callable[[], int] | None = None,
     load_reporter: LoadReporter | None = None,
     engine_memory: EngineMemory | None = None,
+    weights: WeightsUpdater | None = None,
 ) -> Scheduler:
     """Make a scheduler that begins with the role `opened`. `live_facts`, `num_gated`: see `Scheduler`."""
     return Scheduler(
@@ -197,6 +199,7 @@ def make_scheduler(
         switcher=switcher,
         load_reporter=load_reporter,
         engine_memory=engine_memory,
+        weights=weights,
     )
 
 

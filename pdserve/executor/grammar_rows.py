@@ -37,7 +37,8 @@ from pdserve.executor.interface import BatchPlan
 from pdserve.executor.verify import num_accepted
 from pdserve.grammar.compile import JsonRules, compile_grammar
 from pdserve.grammar.compile_jobs import SMALL_CHARS
-from pdserve.grammar.matcher import MaskWords, Matcher
+from pdserve.grammar.matcher import FreeMatcher, MaskWords, Matcher, OutputMatcher
+from pdserve.grammar.thinking import Piece, ThinkingMatcher
 from pdserve.grammar.vocabulary import Vocabulary
 from pdserve.model.forward_batch import IntArray, to_device
 from pdserve.protocol.sampling import CoreSamplingParams, Grammar
@@ -68,12 +69,14 @@ Arrival = Callable[[], IntArray]
 class OpenedGrammar:
     """A compiled grammar, shared by all rows that follow it. `opening` gives a matcher in the initial state.
 
-    `now` is the clock of `SUSPECT_S`, in seconds.
+    `now` is the clock of `SUSPECT_S`, in seconds. `piece` is set when `opening` is done: see `Vocabulary.piece`.
     """
+
+    piece: Piece
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self.opening: Future[Matcher] = Future()
+        self.opening: Future[OutputMatcher] = Future()
         self.spent_s = 0.0
         self._suspect_until = 0.0
 
@@ -105,12 +108,13 @@ class RowGrammar:
         sampling: CoreSamplingParams,
     ) -> None:
         self._prepared = prepared
-        self._matcher: Matcher | None = None
+        self._matcher: OutputMatcher | None = None
         self._output = output_ids
         self._num_accepted = 0
         """Tokens of `_output` that the matcher has accepted."""
         self._slow_s, self._unchecked_s = 0.0, 0.0
         self._eos = eos_token_ids if sampling.ignore_eos else ()
+        self._thinking = sampling.thinking
         self._awaited: tuple[Arrival, int] | None = None
         self._drafts: tuple[int, ...] = ()
         """Drafts of the step under way that have a mask behind them."""
@@ -156,7 +160,7 @@ class RowGrammar:
         self._count(began_s, num_tokens + len(forced))
         return forced
 
-    def _follow(self) -> tuple[float, Matcher, int]:
+    def _follow(self) -> tuple[float, OutputMatcher, int]:
         """Accept the tokens that have arrived since the last call.
 
         Returns the thread's processor time before it, the matcher, and the number of tokens.
@@ -166,6 +170,8 @@ class RowGrammar:
         began_s = time.thread_time()
         if self._matcher is None:
             self._matcher = opened.copy()
+            if self._thinking is not None:
+                self._matcher = ThinkingMatcher(self._matcher, self._thinking, self._prepared.piece)
         arrived, self._num_accepted = self._output[self._num_accepted :], len(self._output)
         for token in arrived:
             if not self._matcher.ended:  # a step launched before the end was known may add tokens
@@ -181,7 +187,7 @@ class RowGrammar:
             self._output += ids[: 1 + num_accepted(drafts, ids)]
 
     def _look_ahead(
-        self, matcher: Matcher, drafts: tuple[int, ...], mask: MaskWords, bans: Sequence[tuple[int, ...]]
+        self, matcher: OutputMatcher, drafts: tuple[int, ...], mask: MaskWords, bans: Sequence[tuple[int, ...]]
     ) -> list[MaskWords]:
         """Return the masks behind the drafts up to the first that `mask` or a mask behind it forbids."""
         masks: list[MaskWords] = []
@@ -284,7 +290,7 @@ class GrammarRows:
         # a pool runs its tasks in order of submission, so a task waits only for tasks that have begun
         self._vocabulary = None if open_vocabulary is None else self._opening[False].submit(open_vocabulary)
 
-    def prepare(self, grammar: Grammar) -> Future[Matcher] | None:
+    def prepare(self, grammar: Grammar) -> Future[OutputMatcher] | None:
         """Begin to compile `grammar`, or return the compilation under way; None where no vocabulary is configured.
 
         A request that waits for it before admission delays no other request.
@@ -412,14 +418,21 @@ def _open(prepared: OpenedGrammar, vocabulary: Future[Vocabulary], rules: JsonRu
     """Compile `grammar` into a matcher with its first mask made, so that copies have the mask, too."""
     try:
         known = vocabulary.result()
+        prepared.piece = known.piece
         began_s = time.thread_time()
-        matcher = Matcher(known, compile_grammar(grammar, rules, known))
+        matcher = _matcher(known, rules, grammar)
         matcher.mask()
         prepared.spent_s = time.thread_time() - began_s
     except BaseException as error:
         prepared.opening.set_exception(error)
     else:
         prepared.opening.set_result(matcher)
+
+
+def _matcher(vocabulary: Vocabulary, rules: JsonRules, grammar: Grammar) -> OutputMatcher:
+    if grammar.kind == "any_text":
+        return FreeMatcher(vocabulary.num_mask_words)
+    return Matcher(vocabulary, compile_grammar(grammar, rules, vocabulary))
 
 
 def _forbid(logits: Tensor, where: IntArray, words: MaskWords) -> None:

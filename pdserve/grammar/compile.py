@@ -90,3 +90,5 @@ def _compile(grammar: Grammar, rules: JsonRules, vocabulary: Vocabulary) -> str:
         case "structural_tag":
             lark = structural_tag_lark(json.loads(grammar.text), rules.options(), vocabulary)
             return LLMatcher.grammar_from_lark(lark)
+        case "any_text":
+            return LLMatcher.grammar_from_regex(r"(.|\n)*")

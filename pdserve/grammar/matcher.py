@@ -1,10 +1,10 @@
-"""State of one output in its grammar. Typed wrapper of llguidance's matcher; used by one thread at a time."""
+"""State of one output in its grammar; used by one thread at a time. `Matcher` is a typed wrapper of llguidance's."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +18,84 @@ if TYPE_CHECKING:
 MaskWords = npt.NDArray[np.uint32]
 
 
+class OutputMatcher(Protocol):
+    """What may follow the tokens accepted so far."""
+
+    def copy(self) -> OutputMatcher:
+        """Return an independent copy in the same state. Any thread."""
+        ...
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        """Advance by the tokens `token_ids` of the output.
+
+        Raises:
+            GrammarError: the grammar does not allow them, or it has become too complex to follow.
+        """
+        ...
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """Return how many of `token_ids` may follow here, one after the other; the state stays as it is."""
+        ...
+
+    def roll_back(self, num_tokens: int) -> None:
+        """Return to the state before the last `num_tokens` accepted tokens.
+
+        Raises:
+            GrammarError: there are fewer tokens, or an earlier call has failed.
+        """
+        ...
+
+    def forced_tokens(self) -> list[int]:
+        """Return the tokens that must follow here; empty where there is a choice."""
+        ...
+
+    @property
+    def ended(self) -> bool:
+        """True if only EOS may follow, or EOS was accepted."""
+        ...
+
+    def mask(self) -> MaskWords:
+        """Return the mask of allowed next tokens: uint32 words, bit i is token i.
+
+        Raises:
+            GrammarError: the grammar has become too complex to follow.
+        """
+        ...
+
+
+class FreeMatcher:
+    """Implements `OutputMatcher` for any output (`any_text`): it has no state. `num_words`: words of a mask."""
+
+    ended = False
+
+    def __init__(self, num_words: int) -> None:
+        self._num_words = num_words
+
+    def copy(self) -> FreeMatcher:
+        """Return itself."""
+        return self
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        """Accept any tokens."""
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """Return the number of `token_ids`."""
+        return len(token_ids)
+
+    def roll_back(self, num_tokens: int) -> None:
+        """Do nothing."""
+
+    def forced_tokens(self) -> list[int]:
+        """Return no tokens."""
+        return []
+
+    def mask(self) -> MaskWords:
+        """Return a mask that allows every token."""
+        return np.full(self._num_words, 0xFFFFFFFF, dtype=np.uint32)
+
+
 class Matcher:
-    """A grammar and the tokens accepted so far. Opening takes about a millisecond, more for large grammars."""
+    """Implements `OutputMatcher` for a grammar. Opening takes about a millisecond, more for large grammars."""
 
     def __init__(self, vocabulary: Vocabulary, source: str) -> None:
         """`source` is the result of `compile_grammar`.
@@ -34,7 +110,7 @@ class Matcher:
         self._check()
 
     def copy(self) -> Matcher:
-        """Return an independent copy in the same state; takes 0.03 to 3 ms. Any thread."""
+        """See `OutputMatcher.copy`; takes 0.03 to 3 ms."""
         other = copy.copy(self)
         other._matcher = self._matcher.deep_copy()
         return other

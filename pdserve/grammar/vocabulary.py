@@ -40,3 +40,7 @@ class Vocabulary:
         """Return the id of the special token that is written `text`; None if there is none."""
         ids = self.tokens.tokenize_str(text, parse_special=True) if text else []
         return ids[0] if len(ids) == 1 and self.tokens.is_special_token(ids[0]) else None
+
+    def piece(self, token_id: int) -> bytes:
+        """Return the bytes of a token; those of a special token are its text."""
+        return self.tokens.decode_bytes([token_id])

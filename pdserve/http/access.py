@@ -162,6 +162,8 @@ COMMANDS = frozenset(
         "/release_memory_occupation",
         "/resume_memory_occupation",
         "/get_weights_by_name",
+        "/update_weights_from_disk",
+        "/update_weight_version",
         "/observe",
         "/observe/history",
     }

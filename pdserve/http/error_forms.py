@@ -65,15 +65,16 @@ def anthropic_error(error: Mapping[str, Any], request_id: str | None) -> dict[st
 def ollama_error(error: Mapping[str, Any]) -> dict[str, Any]:
     """Convert an error object in OpenAI's form to Ollama's."""
     inner = error["error"]
+    details = {name: value for name, value in inner.items() if name not in ("message", "type", "param", "code")}
     fields = {"param": inner.get("param"), "error_code": inner.get("code"), "code": error["code"]}
-    return {"error": inner.get("message", ""), **fields}
+    return {"error": inner.get("message", ""), **details, **fields}
 
 
 def inner_error(body: Any) -> dict[str, Any]:
-    """Return `message`, `param` and `code` of an error response in any form; empty if `body` has no known form."""
+    """Return `message`, `param`, `code` and details of an error in any form; empty if `body` has no known form."""
     error = body.get("error") if isinstance(body, dict) else None
     if isinstance(error, str):
-        return {"message": error, "param": body.get("param"), "code": body.get("error_code")}
+        return {**body, "message": error, "param": body.get("param"), "code": body.get("error_code")}
     return error if isinstance(error, dict) else {}
 
 

@@ -45,7 +45,8 @@ class SamplingParams:
     `max_tokens` None: as many tokens as fit into the context. `top_k` 0 or -1: the whole vocabulary. `logprobs`: number
     of most likely tokens to return beside each sampled token; 0: the sampled token only; None: no log probabilities.
     `prompt_logprobs`: the same for prompt tokens. `seed` None: derived from the LLM's seed, if it has one.
-    `speculative` False: no speculative decoding for this request.
+    `speculative` False: no speculative decoding for this request. `custom_params`: `thinking_budget`, the most tokens
+    of reasoning.
     At most one of these fields constrains the output: `structured_outputs` (a dict with `json`, `regex`, `choice`,
     `grammar`, `json_object` or `structural_tag`), `response_format`, `json_schema`, `regex`, `ebnf` and
     `structural_tag`.
@@ -81,6 +82,7 @@ class SamplingParams:
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: Mapping[str, Any] | str | None = None
+    custom_params: Mapping[str, Any] | None = None
     speculative: bool = True
 
     def __post_init__(self) -> None:

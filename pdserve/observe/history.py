@@ -41,7 +41,9 @@ FIELDS = (*COUNTS, *(f"{name}_{quantile}_s" for name in LATENCIES for quantile i
 STREAM_ENDS = b"data: [DONE]"
 ERROR_EVENTS = (b'data: {"error":', b"event: error")
 """What an error event begins with. A quotation mark in an answer's text is escaped, so the text cannot contain it."""
-ENDS = (STREAM_ENDS, *ERROR_EVENTS)
+ERROR_LINE = b'{"error":'
+"""What the line of an error begins with in streams of Ollama's API."""
+ENDS = (STREAM_ENDS, *ERROR_EVENTS, ERROR_LINE)
 NO_VALUE = math.nan
 
 
@@ -110,7 +112,7 @@ class CallMeter:
         if piece.startswith(ENDS):
             self.is_broken = self.is_broken or not piece.startswith(STREAM_ENDS)
             return
-        if ERROR_EVENTS[0] in piece or ERROR_EVENTS[1] in piece:
+        if ERROR_EVENTS[0] in piece or ERROR_EVENTS[1] in piece or b"\n" + ERROR_LINE in piece:
             self.is_broken = True
         samples = self._history.samples(self.name)
         if self._num == 0:

@@ -20,7 +20,8 @@ TOP_K_ALL = 1 << 30
 
 
 MAX_STREAM_INTERVAL = 1 << 20
-GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
+GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag", "any_text"]
+"""`any_text`: every output follows it. Requests with nothing but a thinking budget have it."""
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +32,20 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: GrammarKind
     text: str
+
+
+class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
+    """Limit of the reasoning of an output: behind `num_tokens` tokens of it, `closing_ids` are forced.
+
+    `opening`: text that begins the reasoning; `ends`: texts that end it by themselves. `inside`: the output begins
+    inside the reasoning; False: only if it begins with `opening`.
+    """
+
+    num_tokens: int
+    closing_ids: tuple[int, ...]
+    opening: str
+    ends: tuple[str, ...]
+    inside: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +80,7 @@ class CoreSamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     for the first token and then for every `stream_interval` tokens.
     With a `grammar`, an EOS token is sampled only where the grammar may end, and then always ends the request.
     `ignore_eos` and `min_new_tokens` suppress EOS only while the grammar can continue.
+    With `thinking` there is a `grammar` too, if only `any_text`.
     `speculative` False: the scheduler plans no draft tokens for the request. Its tokens are the same either way.
     """
 
@@ -88,6 +104,7 @@ class CoreSamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stream_interval: Annotated[int, BodyField(1, MAX_STREAM_INTERVAL)] = 1
     logit_bias: dict[int, float] | None = None
     grammar: Grammar | None = None
+    thinking: ThinkingBudget | None = None
     speculative: Annotated[bool, BodyField()] = True
 
     @property

@@ -10,6 +10,7 @@ Each rank has an `EngineMemory`, and the input log gives all ranks the same comm
 
 from __future__ import annotations
 
+import abc
 import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
@@ -24,13 +25,18 @@ from pdserve.protocol.engine_memory import (
     MEMORY_TAGS,
     WEIGHTS,
     GetWeights,
+    MemoryCommand,
     ReleaseMemory,
     ResumeMemory,
     WeightRows,
 )
 from pdserve.protocol.messages import CommandReply, SwitchRole, ToApi
+from pdserve.protocol.weights import InstallWeights, PrepareWeights, WeightsCommand
 from pdserve.ranks.rank_reports import RankReports
+from pdserve.scheduler.context import SchedulerContext
 from pdserve.scheduler.role_switcher import OpenedRole, RoleOpener
+from pdserve.scheduler.roles.base import SchedulerRole
+from pdserve.scheduler.weights_update import WeightsUpdater
 from pdserve.transfer.manager import KVManager
 
 log = logging.getLogger(__name__)
@@ -62,6 +68,74 @@ class ReleasableMemory(Protocol):
     def restore(self, tags: Collection[str]) -> None:
         """Take the memory again. Raises ModelError."""
         ...
+
+
+class ManagedMemory(abc.ABC):
+    """Mixin of `Scheduler`: the commands about the engine's memory."""
+
+    role: SchedulerRole
+    context: SchedulerContext
+    kv: KVManager | None
+    weights: WeightsUpdater | None
+    engine_memory: EngineMemory | None
+    """None: memory is not released, and weights are not read."""
+    facts: dict[str, str | int | float | bool | None]
+
+    @abc.abstractmethod
+    def begin_role(self, opened: OpenedRole) -> None:
+        """Compute in a role that was opened."""
+
+    @abc.abstractmethod
+    def process_all_results(self) -> None:
+        """Take the results of all steps under way."""
+
+    @property
+    @abc.abstractmethod
+    def is_idle(self) -> bool:
+        """Whether no request is live, and no step, copy or transfer is under way."""
+
+    def command_memory(self, command: MemoryCommand) -> None:
+        """Carry out a command about the engine's memory."""
+        memory = self.engine_memory
+        if memory is None:
+            message = "the memory of this engine is not released, and its weights are not read"
+            self.context.outbox.send(CommandReply(query_id=command.query_id, ok=False, message=message))
+            return
+        self.process_all_results()
+        match command:
+            case GetWeights():
+                memory.read(command)
+            case ReleaseMemory():
+                updates = self.weights is not None and (self.weights.is_pending or self.weights.num_held > 0)
+                memory.release(command, len(self.role.live), updates=updates)
+            case ResumeMemory():
+                self._take_role(memory.resume(command), memory)
+
+    def refuses_update(self, command: WeightsCommand) -> bool:
+        """Refuse to load or install weights while those in use are released; returns whether it was refused."""
+        memory = self.engine_memory
+        if memory is None or WEIGHTS not in memory.released or not isinstance(command, PrepareWeights | InstallWeights):
+            return False
+        message = "the weights are released; resume them before they are updated"
+        self.context.outbox.send(CommandReply(query_id=command.query_id, ok=False, message=message))
+        return True
+
+    def poll_memory(self, memory: EngineMemory) -> None:
+        """Go on with a release that is pending."""
+        self._take_role(memory.poll(self.is_idle, self.kv, self._drop_cached), memory)
+
+    def _drop_cached(self) -> None:
+        """Drop all cached KV, and past outputs."""
+        if self.context.speculation is not None:
+            self.context.speculation.forget_past()
+        self.context.memory.flush()
+        self.context.flush_tier()
+
+    def _take_role(self, opened: OpenedRole | None, memory: EngineMemory) -> None:
+        """Begin the role that a release or resume of memory has opened, if it did; note what is released."""
+        if opened is not None:
+            self.begin_role(opened)
+        self.facts[RELEASED] = memory.released
 
 
 class EngineMemory:
@@ -121,9 +195,11 @@ class EngineMemory:
                 trouble = str(error)
         self._reply(command, trouble)
 
-    def release(self, command: ReleaseMemory, num_live: int) -> None:
-        """Begin a release; refuse it while `num_live` requests are live."""
-        if num_live:
+    def release(self, command: ReleaseMemory, num_live: int, *, updates: bool = False) -> None:
+        """Begin a release; refuse it while `num_live` requests are live. `updates`: the weights are being updated."""
+        if updates:
+            self._reply(command, "the weights are being updated; memory is released afterwards")
+        elif num_live:
             self._reply(command, f"{num_live} requests are live; memory is released when none is")
         elif self._pending is not None:
             self._reply(command, "another release is under way")

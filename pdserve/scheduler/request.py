@@ -332,6 +332,7 @@ class WaitingQueue:
 
     def add(self, req: Req, *, resumed: bool = False) -> None:
         """Add a request; `resumed` for one that was retracted."""
+        assert req not in self, f"{req.rid} waits already"
         self._number += 1
         group, rank = self._key(req, resumed=resumed)
         if resumed:

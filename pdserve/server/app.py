@@ -54,6 +54,7 @@ from pdserve.server.migration_client import MigrateStreamBody, MigrationClient, 
 from pdserve.server.ollama_api.facts import ollama_show, ollama_tags, ollama_version
 from pdserve.server.ollama_api.generation import ollama_chat, ollama_generate
 from pdserve.server.ollama_api.schemas import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
+from pdserve.server.openai import models
 from pdserve.server.openai.chat import chat_completions
 from pdserve.server.openai.completions import completions
 from pdserve.server.openai.responses.endpoint import responses
@@ -84,8 +85,10 @@ from pdserve.server.request.schemas import (
     TokenizeBody,
     UnloadLoraBody,
     WeightNameBody,
+    WeightsFromDiskBody,
+    WeightVersionBody,
 )
-from pdserve.server.sglang_api import admin, commands, health, lora, observability, parse
+from pdserve.server.sglang_api import admin, commands, health, lora, observability, parse, weights
 from pdserve.server.sglang_api.generate import generate
 from pdserve.server.sglang_api.health import PairProbes
 from pdserve.server.sglang_api.memory import MemoryEndpoints
@@ -126,6 +129,8 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/release_memory_occupation": MemoryTagsBody,
     "/resume_memory_occupation": MemoryTagsBody,
     "/get_weights_by_name": WeightNameBody,
+    "/update_weights_from_disk": WeightsFromDiskBody,
+    "/update_weight_version": WeightVersionBody,
     "/start_profile": ProfileBody,
     "/stop_profile": CommandBody,
     "/extract": ExtractBody,
@@ -300,8 +305,8 @@ ROUTES: tuple[tuple[str, str, str, Endpoint], ...] = (
     ("get_weight_version", "GET", "/weight_version", admin.weight_version),
     ("get_version", "GET", "/version", admin.version),
     ("get_metrics", "GET", "/metrics", admin.metrics),
-    ("get_models", "GET", "/v1/models", admin.list_models),
-    ("get_model", "GET", "/v1/models/{name:path}", admin.get_model),
+    ("get_models", "GET", "/v1/models", models.list_models),
+    ("get_model", "GET", "/v1/models/{name:path}", models.get_model),
     ("flush_cache", "POST", "/flush_cache", admin.flush_cache),
     ("flush_cache", "GET", "/flush_cache", admin.flush_cache),
     ("clear_storage", "POST", "/hicache/storage-backend/clear", admin.clear_storage),
@@ -315,6 +320,8 @@ ROUTES: tuple[tuple[str, str, str, Endpoint], ...] = (
     ("stop_profile", "POST", "/stop_profile", commands.stop_profile),
     ("stop_profile", "GET", "/stop_profile", commands.stop_profile),
     ("abort_request", "POST", "/abort_request", admin.abort_request),
+    ("update_weights_from_disk", "POST", "/update_weights_from_disk", weights.update_weights_from_disk),
+    ("update_weight_version", "POST", "/update_weight_version", weights.update_weight_version),
 )
 """Routes of the endpoints that need a server's context only: name, methods, path, endpoint."""
 

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import functools
 import zlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -25,6 +25,7 @@ from pdserve.server.engine_client.client import EngineClient
 from pdserve.server.engine_client.live_requests import RequestState
 from pdserve.server.http.json_http import scalar_or_list
 from pdserve.server.request.constraints import Constraint, GrammarCheck
+from pdserve.server.request.custom_params import TAIL_TOKENS, ThinkingLimit, take_thinking
 from pdserve.server.request.intake import (
     TransferAddress,
     attaches,
@@ -73,6 +74,9 @@ class ServerContext:
     changing_adapters: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
     """Held while an adapter is loaded or unloaded, on all replicas."""
 
+    changing_weights: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+    """Held while the weights are changed, on all replicas."""
+
     prefill_servers: Callable[[], list[dict[str, Any]]] | None = None
     """Facts about the servers of `--disaggregation-prefill`; None without the flag, or in another role."""
 
@@ -93,6 +97,17 @@ class ServerContext:
     def model_name(self) -> str:
         """Model name shown to clients."""
         return self.config.model.served_model_name or self.config.model.model_path
+
+    @property
+    def weight_version(self) -> str:
+        """Name of the version of the weights in use."""
+        return self.client.weight_version or self.config.model.weight_version
+
+    @property
+    def weights_path(self) -> str:
+        """Where the weights in use come from."""
+        ready = self.client.ready
+        return str((ready.facts.get("weights_path") if ready else None) or self.config.model.model_path)
 
     @property
     def fingerprint(self) -> str:
@@ -202,6 +217,19 @@ class ServerContext:
         if stop_regex is not None:
             await self.grammars.take_patterns(stop_regex, "stop_regex")
         return None if constraint is None else await self.grammars.take(constraint, self.client.require_ready())
+
+    async def take_thinking(self, custom_params: Mapping[str, Any] | None, field: str) -> ThinkingLimit | None:
+        """Return the thinking budget in the body's `field`; see `custom_params.take_thinking`."""
+        if not custom_params:
+            return None
+        ready = self.client.require_ready()
+        return await take_thinking(custom_params, field, self.formats, self.tokenizer, self.grammars, ready)
+
+    def begins_inside(self, limit: ThinkingLimit | None, input_ids: Sequence[int]) -> bool | None:
+        """Whether the output for the prompt `input_ids` begins inside the reasoning; None: unknown, or no `limit`."""
+        if limit is None or self.tokenizer is None:
+            return None
+        return limit.begins_inside(self.tokenizer.decode(input_ids[-TAIL_TOKENS:], skip_special=False))
 
     def check_model(self, name: str | None) -> None:
         """Check the model name of a request. Without `--strict-model-name` and LoRA adapters every name is accepted.

@@ -80,6 +80,8 @@ SUMMARIES = {
     "/release_memory_occupation": "Give memory back to the system",
     "/resume_memory_occupation": "Take released memory again",
     "/get_weights_by_name": "Read a tensor by its name",
+    "/update_weights_from_disk": "Change to other weights",
+    "/update_weight_version": "Name the weights anew",
     "/start_profile": "Start torch's profiler",
     "/stop_profile": "Stop torch's profiler",
     "/pd_role_switch": "Change the role of the server",

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from pdserve.executor.interface import SampledToken
+from pdserve.grammar.thinking import ThinkingState
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.sim.hash_layers import mix
@@ -28,6 +29,11 @@ _SHARES = 1 << 16
 def echo_of(token: int) -> int:
     """Return the token that follows `token` where the model echoes: cycles of a few tokens, which n-grams predict."""
     return (token * 5 + 1) % ECHO_TOKENS
+
+
+def piece(token: int) -> bytes:
+    """Return the text of a token."""
+    return b"<%d>" % token
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +64,7 @@ class HashSampler:
         self.logprobs = logprobs
         self._sampling = sampling
         self._echo = echo
+        self._has_classes = sampling.grammar is not None and sampling.grammar.kind != "any_text"
 
     def draw(self, carry: int, tokens: Sequence[int], position: int) -> int:
         """Return the token at `position`, from the number `carry` of the token before it.
@@ -65,6 +72,9 @@ class HashSampler:
         The first `position` of `tokens` are the tokens before it.
         """
         sampling, output = self._sampling, tokens[self.num_prompt : position]
+        forced = self._thinking(output)[1]
+        if forced:
+            return forced[0]
         number = carry
         if not sampling.greedy:
             number = mix(number ^ self.number_at(position))
@@ -73,7 +83,7 @@ class HashSampler:
         echoes = self._echo > 0.0 and mix(number) % _SHARES < self._echo * _SHARES
         token = echo_of(tokens[position - 1]) if echoes else number % VOCAB_SIZE
         step = 1
-        if sampling.grammar is not None:
+        if self._has_classes:
             token += (_grammar_class(output) - token) % GRAMMAR_CLASSES
             step = GRAMMAR_CLASSES
         while len(output) < sampling.min_new_tokens and token in sampling.stop_token_ids:
@@ -89,15 +99,34 @@ class HashSampler:
         return sum(map(mix, output))
 
     def allowed(self, drafts: Sequence[int], tokens: Sequence[int]) -> int:
-        """Return how many of `drafts`, which follow `tokens`, the grammar allows; all without a grammar."""
-        if self._sampling.grammar is None:
+        """Return how many of `drafts`, which follow `tokens`, grammar and thinking budget allow; all without either."""
+        thinking = self._sampling.thinking
+        if thinking is None and not self._has_classes:
             return len(drafts)
         output = list(tokens[self.num_prompt :])
+        state, forced = self._thinking(output)
         for count, draft in enumerate(drafts):
-            if (draft - _grammar_class(output)) % GRAMMAR_CLASSES:
+            if (
+                draft != forced[0]
+                if forced
+                else self._has_classes and (draft - _grammar_class(output)) % GRAMMAR_CLASSES
+            ):
                 return count
             output.append(draft)
+            if thinking is not None and state is not None:
+                state = state.after(draft, thinking, piece)
+                forced = state.forced(thinking)
         return len(drafts)
+
+    def _thinking(self, output: Sequence[int]) -> tuple[ThinkingState | None, tuple[int, ...]]:
+        """Return the state of the thinking budget after `output` (None: there is no budget), and the forced tokens."""
+        budget = self._sampling.thinking
+        if budget is None:
+            return None, ()
+        state = ThinkingState.first(budget)
+        for token in output:
+            state = state.after(token, budget, piece)
+        return state, state.forced(budget)
 
     def sampled(self, token: int) -> SampledToken:
         """Return a drawn token with made-up log probabilities of the `token_ids` that the request wants."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,8 @@ import pytest
 import requests
 from safetensors.torch import load_file
 
-from tests.e2e.harness import Server, assert_idle, ranks_of, running_monolith, running_pair
-from tests.tiny import Family, make_tiny
+from tests.e2e.harness import Server, assert_idle, ranks_of, running_pair
+from tests.tiny import make_tiny
 
 pytestmark = pytest.mark.timeout(300)
 POOL = ("--max-total-tokens", "131072")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from pdserve.protocol.failure import Failure
-from pdserve.protocol.messages import CommandReply, EndMigration, GenerateRequest
+from pdserve.protocol.messages import CommandReply, EndMigration, GenerateRequest, MigrateOut
 from pdserve.scheduler.context import SchedulerContext
 from pdserve.scheduler.request import Req
 from pdserve.scheduler.roles import migration, prefix_sends
@@ -97,6 +97,18 @@ def a_retracted_request_does_not_come_back(patch: Patch) -> None:
             cancel(self, move, failure, resume=resume)
 
     patch.setattr(OutgoingMigrations, "_cancel", blunt)
+
+
+def a_moved_request_stays_in_its_queue(patch: Patch) -> None:
+    """The server computes a retracted request that another one has."""
+    offer = OutgoingMigrations._offer_retracted
+
+    def blunt(self: OutgoingMigrations, command: MigrateOut, req: Req) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(self._prefilling, "remove", lambda req: None)
+            offer(self, command, req)
+
+    patch.setattr(OutgoingMigrations, "_offer_retracted", blunt)
 
 
 def its_last_token_counts_as_sent(patch: Patch) -> None:

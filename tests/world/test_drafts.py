@@ -13,11 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from pdserve.errors import RankError
 from pdserve.executor.interface import BatchPlan, BatchRow, SampledToken, StepResult
 from pdserve.protocol.messages import FinishReason
+from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.scheduler.batch_planner import BatchPlanner
 from pdserve.scheduler.context import SchedulerContext
 from pdserve.scheduler.decode_batch import DecodeBatch
@@ -246,6 +248,26 @@ def the_sampling_number_of_another_position(patch: Patch) -> None:
     of_the_rows_first_position(patch, "number_at")
 
 
+def the_thinking_budget_begins_again(patch: Patch) -> None:
+    """A row that opens with output, behind a hand-over or a retraction, counts its reasoning from there."""
+    open_row = HashExecutor.open_row
+
+    def forgetful(
+        self: HashExecutor,
+        row: int,
+        token_ids: Sequence[int],
+        num_prompt: int,
+        sampling: CoreSamplingParams,
+        *more: Any,
+    ) -> None:
+        budget = sampling.thinking
+        if budget is not None:
+            budget = msgspec.structs.replace(budget, num_tokens=budget.num_tokens + len(token_ids) - num_prompt)
+        open_row(self, row, token_ids, num_prompt, msgspec.structs.replace(sampling, thinking=budget), *more)
+
+    patch.setattr(HashExecutor, "open_row", forgetful)
+
+
 def a_draft_is_accepted_without_a_draw(patch: Patch) -> None:
     accept = HashExecutor.accept
 
@@ -302,6 +324,7 @@ PLANTED: dict[Callable[[Patch], None], int] = {
     drafts_have_no_window_pages: 1,
     the_penalties_of_another_position: 0,
     the_sampling_number_of_another_position: 0,
+    the_thinking_budget_begins_again: 0,
     a_draft_is_accepted_without_a_draw: 0,
     a_state_is_not_folded: 1,
     a_state_is_folded_twice: 1,

@@ -95,6 +95,7 @@ def test_retracted_requests_move(seeds: Sequence[int]) -> None:
 
 RETRACTION_MUTANTS = (
     migration_bugs.a_retracted_request_does_not_come_back,
+    migration_bugs.a_moved_request_stays_in_its_queue,
     migration_bugs.its_last_token_counts_as_sent,
 )
 

@@ -6,10 +6,12 @@ import dataclasses
 import random
 from collections.abc import Sequence
 
+import msgspec
+
 from pdserve.memory.layout import pages_for
-from pdserve.protocol.sampling import CoreSamplingParams, Grammar
+from pdserve.protocol.sampling import CoreSamplingParams, Grammar, ThinkingBudget
 from pdserve.scheduler.roles.optimistic import OptimisticLimits
-from pdserve.sim.hash_sampling import ECHO_TOKENS
+from pdserve.sim.hash_sampling import ECHO_TOKENS, piece
 from pdserve.sim.network import Faults
 from pdserve.sim.shape import SimDrafting
 from pdserve.sim.world import Prompt, RequestHalf, Shape, World, monolith_tokens
@@ -103,7 +105,10 @@ def with_drafts(shape: Shape, prompts: Sequence[Prompt], rng: random.Random) -> 
     weights = random.Random(repr(drafting)).choice(PAIRS_OF_DRAFTERS)
     drafting = dataclasses.replace(drafting, weights=weights)
     shape = dataclasses.replace(shape, drafting=drafting, echo=rng.choice((0.4, 0.6, 0.8)))
-    return shape, [dataclasses.replace(prompt, sampling=_sampling(rng)) for prompt in prompts]
+    samplings = [_with_thinking(_sampling(rng), random.Random(repr(prompt.tokens))) for prompt in prompts]
+    return shape, [
+        dataclasses.replace(prompt, sampling=sampling) for prompt, sampling in zip(prompts, samplings, strict=True)
+    ]
 
 
 def _sampling(rng: random.Random) -> CoreSamplingParams:
@@ -117,6 +122,22 @@ def _sampling(rng: random.Random) -> CoreSamplingParams:
         grammar=Grammar(kind="regex", text=".*") if rng.random() < 0.15 else None,
         speculative=rng.random() < 0.9,
     )
+
+
+def _with_thinking(sampling: CoreSamplingParams, rng: random.Random) -> CoreSamplingParams:
+    """Give a quarter of the requests a thinking budget; the tags are tokens that the model often echoes."""
+    if rng.random() > 0.25:
+        return sampling
+    opening, end, *closing = rng.sample(range(ECHO_TOKENS), rng.choice((3, 4)))
+    budget = ThinkingBudget(
+        num_tokens=rng.choice((0, 1, 3, 6)),
+        closing_ids=tuple(closing),
+        opening=piece(opening).decode(),
+        ends=(piece(end).decode(),),
+        inside=rng.random() < 0.7,
+    )
+    grammar = sampling.grammar or Grammar(kind="any_text", text="")
+    return msgspec.structs.replace(sampling, thinking=budget, grammar=grammar)
 
 
 def play(seed: int, faults: Faults) -> tuple[World, list[RequestHalf | None]]:

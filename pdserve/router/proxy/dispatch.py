@@ -93,6 +93,8 @@ class ProxiedCall:
 
 
 EVENT_STREAM = "text/event-stream"
+STREAM_TYPES = (EVENT_STREAM, "application/x-ndjson")
+"""Content types of streams that another pair can continue."""
 SHOWN_BYTES = 500
 """Bytes of a worker's error that are logged."""
 
@@ -147,7 +149,7 @@ class Dispatcher:
         avoid: set[Worker] = set()
         async with contextlib.AsyncExitStack() as stack:
             outcome = await stack.enter_async_context(self._with_retries(call, avoid))
-            if isinstance(outcome, WorkerStream) and outcome.response.content_type == EVENT_STREAM:
+            if isinstance(outcome, WorkerStream) and outcome.response.content_type in STREAM_TYPES:
                 worker = outcome.worker
 
                 async def again(body: dict[str, Any], failure: Failure) -> WorkerStream | None:
@@ -166,7 +168,7 @@ class Dispatcher:
                     worker = found.worker if isinstance(found, WorkerStream) else worker
                     return (
                         found
-                        if isinstance(found, WorkerStream) and found.response.content_type == EVENT_STREAM
+                        if isinstance(found, WorkerStream) and found.response.content_type in STREAM_TYPES
                         else None
                     )
 
@@ -179,7 +181,7 @@ class Dispatcher:
                     await stack.aclose()
                     resumed = dataclasses.replace(call, body=body, data=_json_of(call, body))
                     found = await stack.enter_async_context(self._attached(slots, resumed, moved))
-                    if not isinstance(found, WorkerStream) or found.response.content_type != EVENT_STREAM:
+                    if not isinstance(found, WorkerStream) or found.response.content_type not in STREAM_TYPES:
                         return None
                     worker = found.worker
                     self._metrics.attached.labels("attached").inc()

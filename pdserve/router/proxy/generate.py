@@ -221,7 +221,7 @@ async def _relay_stream(
     response = web.StreamResponse(status=upstream.response.status, headers=upstream.headers)
     await response.prepare(request)
     client = _ClientWriter(response)
-    measured = meter if response.content_type == "text/event-stream" else None
+    measured = meter if response.content_type in _ENDS else None
     try:
         if upstream.stream is None:
             await _pass_on(upstream, client, deadline, measured)

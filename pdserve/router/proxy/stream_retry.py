@@ -22,14 +22,23 @@ import orjson
 
 from pdserve.base.stream_state import (
     ANTHROPIC_STREAM,
-    EVENT_END,
+    MARK,
+    OLLAMA_STREAM,
     OPENAI_STREAM,
     RESUME_FIELD,
     EventState,
     StreamForm,
     split_event,
 )
-from pdserve.http.access import CHAT_PATH, COMPLETIONS_PATH, GENERATE_PATH, MESSAGES_PATH
+from pdserve.http.access import (
+    CHAT_PATH,
+    COMPLETIONS_PATH,
+    GENERATE_PATH,
+    MESSAGES_PATH,
+    OLLAMA_CHAT_PATH,
+    OLLAMA_GENERATE_PATH,
+)
+from pdserve.http.error_forms import inner_error
 from pdserve.protocol.failure import RUNNING_TIMEOUT, Failure
 from pdserve.router.proxy.attempts import batch_size, num_sequences, wants_prompt_logprobs
 from pdserve.router.workers.outcome import WORKER_FAILED, WorkerStream, worker_failed
@@ -59,18 +68,21 @@ Attach = Callable[[Body, Moved], Awaitable[WorkerStream | None]]
 
 def can_go_on(path: str, body: Body) -> bool:
     """Whether a request is for a stream of one sequence that another pair can continue."""
-    if body.get("stream") is not True or num_sequences(body) != 1 or wants_prompt_logprobs(path, body):
+    is_ollama = path in (OLLAMA_CHAT_PATH, OLLAMA_GENERATE_PATH)
+    streams = body.get("stream") in (None, True) if is_ollama else body.get("stream") is True
+    if not streams or num_sequences(body) != 1 or wants_prompt_logprobs(path, body):
         return False
     size = batch_size(path, body)
-    return (size is None and path in (CHAT_PATH, GENERATE_PATH, MESSAGES_PATH)) or (
-        size in (None, 1) and path == COMPLETIONS_PATH
-    )
+    if size is None and (is_ollama or path in (CHAT_PATH, GENERATE_PATH, MESSAGES_PATH)):
+        return True
+    return size in (None, 1) and path == COMPLETIONS_PATH
 
 
 def with_seed(path: str, body: Body, rng: random.Random) -> Body:
     """Return the body with a seed, so that every pair generates the same tokens.
 
-    A seed of the client is kept; bodies with invalid types are unchanged.
+    A seed of the client is kept; bodies with invalid types are unchanged. `options.seed` of Ollama's API counts more
+    than the field that is added.
     """
     seed = rng.randrange(1 << 63)
     if path != GENERATE_PATH:
@@ -100,6 +112,8 @@ class StreamProgress:
         self._moved: Moved | None = None
         self._num_left = max_retries
         self._rest = b""
+        self._state_line = b""
+        """The resume state of the next line of a stream of lines, with its line break; empty: none has come."""
         self._held: list[bytes] = []
         self._held_state: EventState | None = None
         """The state of the held events, which are the first ones of a group; None: no events are held."""
@@ -118,7 +132,7 @@ class StreamProgress:
 
     def feed(self, chunk: bytes) -> bytes:
         """Take the worker's next bytes; returns complete events for the client."""
-        *events, self._rest = (self._rest + chunk).split(EVENT_END)
+        *events, self._rest = (self._rest + chunk).split(self._form.end)
         shown = b"".join(self._take(event) for event in events)
         self._passed_on = self._passed_on or bool(shown)
         return shown
@@ -161,7 +175,7 @@ class StreamProgress:
 
     def _reset(self) -> None:
         """Drop what the broken answer has left, because another answer follows."""
-        self._rest, self.failure, self.error_event = b"", None, b""
+        self._rest, self._state_line, self.failure, self.error_event = b"", b"", None, b""
         self._held, self._held_state = [], None
 
     @property
@@ -183,12 +197,18 @@ class StreamProgress:
 
     def _take(self, event: bytes) -> bytes:
         """Record an event's resume state; returns the event for the client, empty after a failure."""
+        end = self._form.end
+        if end == b"\n":
+            if event.startswith(MARK):
+                self._state_line = event + end
+                return b""
+            event, self._state_line = self._state_line + event, b""
         state, shown = split_event(event)
         if self._held_state is not None:
             self._held.append(shown)
             if len(self._held) < self._held_state.group:
                 return b""
-            state, shown = self._held_state, EVENT_END.join(self._held)
+            state, shown = self._held_state, end.join(self._held)
             self._held, self._held_state = [], None
         elif state is not None and state.group > 1:
             self._held, self._held_state = [shown], state
@@ -202,29 +222,32 @@ class StreamProgress:
         if self.failure is None and self._may_go_on and shown.startswith(self._form.error):
             self.failure = _retryable(shown)
             self._moved = None if self.failure is None or self.failure.code != MIGRATED else _moved(shown)
-            self.error_event = b"" if self.failure is None else shown + EVENT_END + self._form.after_error
+            self.error_event = b"" if self.failure is None else shown + end + self._form.after_error
         if self.failure is not None:
             return b""
-        self._done = self._done or shown + EVENT_END == self._form.last
-        return shown + EVENT_END if shown else b""
+        self._done = self._done or self._form.is_last(shown)
+        return shown + end if shown else b""
 
 
 def stream_form(path: str) -> StreamForm:
     """Return the form of the streams at `path`."""
+    if path in (OLLAMA_CHAT_PATH, OLLAMA_GENERATE_PATH):
+        return OLLAMA_STREAM
     return ANTHROPIC_STREAM if path == MESSAGES_PATH else OPENAI_STREAM
 
 
 def _data(event: bytes) -> bytes:
-    """Return the data of an event, which may begin with its name."""
-    return event.partition(b"data: ")[2]
+    """Return the data of an event, which may begin with its name; a line of Ollama's API is data as a whole."""
+    return event if event.startswith(b"{") else event.partition(b"data: ")[2]
 
 
 def _moved(event: bytes) -> Moved | None:
     """Parse the error event of a request that has moved; None if it lacks a field."""
-    error = orjson.loads(_data(event))["error"]
+    error = inner_error(orjson.loads(_data(event)))
     to, rid, num_tokens = (error.get(name) for name in ("to", "migrated_rid", "next_token_index"))
-    is_whole = isinstance(to, str) and isinstance(rid, str) and isinstance(num_tokens, int)
-    return Moved(to, rid, num_tokens) if is_whole else None
+    if isinstance(to, str) and isinstance(rid, str) and isinstance(num_tokens, int):
+        return Moved(to, rid, num_tokens)
+    return None
 
 
 def _retryable(event: bytes) -> Failure | None:
@@ -233,7 +256,7 @@ def _retryable(event: bytes) -> Failure | None:
         body = orjson.loads(_data(event))
     except orjson.JSONDecodeError:
         return None
-    status, error = body.get("code"), body["error"]
-    if status not in RETRYABLE_STATUSES or not isinstance(error, dict) or error.get("code") == RUNNING_TIMEOUT:
+    status, error = body.get("code"), inner_error(body)
+    if status not in RETRYABLE_STATUSES or not error or error.get("code") == RUNNING_TIMEOUT:
         return None
     return Failure(code=str(error.get("code")), message=str(error.get("message")), origin="worker", status=status)

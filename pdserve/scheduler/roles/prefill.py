@@ -94,6 +94,10 @@ class PrefillRole(BaseRole):
         """See `SchedulerRole.is_queued`."""
         return req.rid in self._bootstrap or req in self._waiting
 
+    def _may_withdraw(self, req: Req) -> bool:
+        """See `BaseRole`. Early prompts are computed again; those whose decode server is ready have begun."""
+        return req.rid in self._bootstrap or req in self._optimistic
+
     def poll(self) -> None:
         """Move requests whose bootstrap room is bound to waiting; end requests whose transfer has ended."""
         for room in self._kv.drain_state_changes(sending=True):

@@ -129,6 +129,8 @@ async def messages(context: ServerContext, request: Request) -> Response:
         text = "max_tokens is missing" if max_tokens is None else f"max_tokens must be at least 0, got {max_tokens}"
         raise RequestError(text, field="max_tokens")
     chat = to_chat(body)
+    if not context.formats.reasons and not body.custom_params:
+        chat.custom_params = None  # clients ask every model for thinking; without a known format there is none
     with with_fields_of(body):
         states, plan = await prepare_chat(context, chat, default_tokens=max_tokens)
     return await MessagesCall(context, body, chat, states, plan).answer(request)

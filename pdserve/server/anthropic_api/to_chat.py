@@ -27,6 +27,7 @@ from pdserve.server.anthropic_api.schemas import (
     ToolUseBlock,
 )
 from pdserve.server.http.json_http import convert
+from pdserve.server.request.custom_params import BUDGET
 from pdserve.server.request.schemas import (
     ChatBody,
     ChatMessage,
@@ -46,6 +47,7 @@ _RENAMED = (
 )
 """Pairs of a field's name in chat completions and its name in the Messages API."""
 _STOP = (re.compile(r"\bstop\b"), "stop_sequences")
+_BUDGET = (re.compile(r"\bcustom_params\.thinking_budget\b"), "thinking.budget_tokens")
 _FORMAT = (re.compile(r"\bresponse_format(\.json_schema|\.schema)*(?=\W|$)"), "output_config.format")
 
 
@@ -63,6 +65,7 @@ def to_chat(body: MessagesBody) -> ChatBody:
         name: value for name, value in msgspec.structs.asdict(body).items() if name in OpenAIBody.__struct_fields__
     }
     fields["max_tokens"] = None
+    fields["custom_params"] = _custom_params(body)
     if body.stop_sequences is not None:
         fields["stop"] = body.stop_sequences
     if body.metadata is not None and body.user is None:
@@ -88,6 +91,16 @@ def to_chat(body: MessagesBody) -> ChatBody:
     )
 
 
+def _custom_params(body: MessagesBody) -> dict[str, Any] | None:
+    """The body's `custom_params`, with `thinking.budget_tokens` as its thinking budget."""
+    thinking = body.thinking
+    if thinking is None or thinking.budget_tokens is None or thinking.type == "disabled":
+        return body.custom_params
+    if body.custom_params:
+        raise RequestError("custom_params and thinking.budget_tokens cannot be combined", field="custom_params")
+    return {BUDGET: thinking.budget_tokens}
+
+
 @contextlib.contextmanager
 def with_fields_of(body: MessagesBody) -> Iterator[None]:
     """Rename the chat fields in errors of the block to the fields of `body`.
@@ -103,6 +116,8 @@ def with_fields_of(body: MessagesBody) -> Iterator[None]:
             renamed.append(_STOP)
         if body.response_format is None:
             renamed.append(_FORMAT)
+        if not body.custom_params:
+            renamed.append(_BUDGET)
         message, field = error.message, error.field
         for theirs, ours in renamed:
             message = theirs.sub(ours, message)

@@ -263,6 +263,8 @@ class GrammarCheck:
         """
         try:
             await self._open_vocabulary(ready)
+            if constraint.grammar.kind == "any_text":
+                return constraint.grammar
             verdict = await self._verdict(CheckGrammar(job=0, grammar=constraint.grammar), constraint.grammar.kind)
         except GrammarError as error:
             text = f"{constraint.field}: {error}"

@@ -21,6 +21,7 @@ from pdserve.protocol.sampling import BODY_DEFAULTS
 from pdserve.protocol.snapshot import KVIdentity, RequestSnapshot
 from pdserve.server.engine_client.live_requests import RequestState
 from pdserve.server.generation import GenerationUpdate, Resume, StreamHead
+from pdserve.server.request.custom_params import BUDGET
 from pdserve.server.request.intake import check_token_ids
 from pdserve.server.request.sampling_fields import RequestLimits
 
@@ -219,7 +220,9 @@ class RestoredRequest:
             "stop_regex": list(sampling.stop_regex) or None,
             "logit_bias": {str(token): bias for token, bias in (sampling.logit_bias or {}).items()} or None,
         }
-        if sampling.grammar is not None:
+        if sampling.thinking is not None:
+            params["custom_params"] = {BUDGET: sampling.thinking.num_tokens}
+        if sampling.grammar is not None and sampling.grammar.kind != "any_text":
             params[sampling.grammar.kind] = sampling.grammar.text
         body: dict[str, Any] = {"input_ids": snapshot.input_ids, "sampling_params": params}
         if logprobs is not None:

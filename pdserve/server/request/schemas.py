@@ -44,7 +44,6 @@ UNSUPPORTED_NATIVE = (
     "audio_data", "custom_logit_processor", "image_data", "input_embeds",
     "return_hidden_states", "return_routed_experts", "session_params", "video_data",
 )  # fmt: skip
-UNSUPPORTED_NATIVE_SAMPLING = ("custom_params",)
 UNSUPPORTED_OPENAI = (
     "custom_logit_processor", "input_embeds", "lora_path", "return_hidden_states", "session_params",
 )  # fmt: skip
@@ -79,6 +78,7 @@ class SharedSampling(DeclaredSampling):
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: StructuralTag = None
+    custom_params: dict[str, Any] | None = None
 
 
 class NativeSampling(SharedSampling, forbid_unknown_fields=True):
@@ -135,7 +135,7 @@ class ConstraintFields(SharedSampling):
     structured_outputs: dict[str, Any] | None = None
 
 
-_UNCONSTRAINING = {*BODY_FIELDS, "n", "seed", "stop", "stop_token_ids", "stop_regex", "logit_bias"}
+_UNCONSTRAINING = {*BODY_FIELDS, "n", "seed", "stop", "stop_token_ids", "stop_regex", "logit_bias", "custom_params"}
 CONSTRAINTS = tuple(name for name in ConstraintFields.__struct_fields__ if name not in _UNCONSTRAINING)
 """Fields of a body that may constrain its output by a grammar."""
 
@@ -347,6 +347,35 @@ class WeightNameBody(msgspec.Struct, forbid_unknown_fields=True):
 
     name: str
     truncate_size: int = 100
+
+
+class WeightsFromDiskBody(msgspec.Struct, forbid_unknown_fields=True):
+    """`POST /update_weights_from_disk`. `model_path`: a checkpoint on this server's hosts.
+
+    `drain_timeout_secs`: seconds that running requests have to end, unless `abort_all_requests`. `keep_pause`: no
+    request is computed until `/continue_generation`. `token_step`, `is_async`, `torch_empty_cache` and
+    `recapture_cuda_graph` change nothing.
+    """
+
+    model_path: str
+    load_format: str | None = None
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    flush_cache: bool = True
+    keep_pause: bool = False
+    drain_timeout_secs: float | None = None
+    is_async: bool = False
+    torch_empty_cache: bool = False
+    recapture_cuda_graph: bool = False
+    token_step: int = 0
+    manifest: dict[str, Any] | None = None
+
+
+class WeightVersionBody(msgspec.Struct, forbid_unknown_fields=True):
+    """`POST /update_weight_version`. The weights stay."""
+
+    new_version: str
+    abort_all_requests: bool = True
 
 
 class RoleSwitchBody(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""Server and model info, load, metrics, `/flush_cache`, `/abort_request`, `/v1/models`."""
+"""Server and model info, load, metrics, `/flush_cache`, `/abort_request`."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ async def version(_: ServerContext, __: Request) -> Response:
 
 
 async def weight_version(context: ServerContext, _: Request) -> Response:
-    """Return the weight version. There is one version, the loaded weights."""
+    """Return the name of the version of the weights in use."""
     context.client.require_ready()
-    return json_response({"weight_version": context.config.model.weight_version})
+    return json_response({"weight_version": context.weight_version})
 
 
 def _model_facts(context: ServerContext) -> dict[str, Any]:
     config, ready = context.config.model, context.client.ready
     return {
-        "model_path": config.model_path,
+        "model_path": context.weights_path,
         "served_model_name": context.model_name,
         "tokenizer_path": config.tokenizer_path or config.model_path,
         "is_generation": True,
         "preferred_sampling_params": None,
         "has_image_understanding": False,
         "has_audio_understanding": False,
-        "weight_version": config.weight_version,
+        "weight_version": context.weight_version,
         "model_type": ready.model_type if ready else None,
         "architectures": ready.architectures if ready else None,
         "vocab_size": ready.vocab_size if ready else None,
@@ -274,40 +274,3 @@ async def abort_request(context: ServerContext, request: Request) -> Response:
     if body.rid is not None and not body.abort_all and context.suspended is not None:
         num_aborted += context.suspended.drop(body.rid)
     return json_response({"num_aborted": num_aborted})
-
-
-def _model_card(context: ServerContext) -> dict[str, Any]:
-    ready = context.client.ready
-    return {
-        "id": context.model_name,
-        "object": "model",
-        "created": context.started_s,
-        "owned_by": "pdserve",
-        "root": context.config.model.model_path,
-        "parent": None,
-        "max_model_len": ready.context_length if ready else None,
-    }
-
-
-def _adapter_card(context: ServerContext, name: str) -> dict[str, Any]:
-    return {**_model_card(context), "id": name, "root": context.adapters[name], "parent": context.model_name}
-
-
-async def list_models(context: ServerContext, _: Request) -> Response:
-    """Return the list of models: the model, and then its LoRA adapters."""
-    adapters = [_adapter_card(context, name) for name in context.adapters]
-    return json_response({"object": "list", "data": [_model_card(context), *adapters]})
-
-
-async def get_model(context: ServerContext, request: Request) -> Response:
-    """Return the model card.
-
-    Raises:
-        RequestError: 404 when the path names another model than the served one.
-    """
-    name = request.path_params["name"]
-    if name in context.adapters:
-        return json_response(_adapter_card(context, name))
-    if not context.is_model(name):
-        raise context.no_such_model(name)
-    return json_response(_model_card(context))

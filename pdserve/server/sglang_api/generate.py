@@ -37,6 +37,7 @@ from pdserve.server.http.json_http import (
 )
 from pdserve.server.openai.logprob_format import LARGE, NativeFormat, prompt_tokens
 from pdserve.server.request.constraints import native_constraint
+from pdserve.server.request.custom_params import limit_thinking
 from pdserve.server.request.intake import (
     MAX_NATIVE_TOP_LOGPROBS,
     as_prompts,
@@ -47,7 +48,7 @@ from pdserve.server.request.intake import (
     resume_stream,
 )
 from pdserve.server.request.sampling_fields import NativeNames, RequestLimits, check_listed, count_n, native_sampling
-from pdserve.server.request.schemas import UNSUPPORTED_NATIVE, UNSUPPORTED_NATIVE_SAMPLING, GenerateBody, NativeSampling
+from pdserve.server.request.schemas import UNSUPPORTED_NATIVE, GenerateBody, NativeSampling
 
 MAX_TOKEN_IDS = 1024
 """Maximum number of ids in `token_ids_logprob` of a prompt."""
@@ -207,7 +208,7 @@ class GenerateCall:
             "prompt_tokens": len(request.input_ids),
             "completion_tokens": len(total.token_ids),
             "cached_tokens": total.cached_tokens,
-            "weight_version": self.context.config.model.weight_version,
+            "weight_version": state.weight_version or self.context.weight_version,
             "e2e_latency": time.monotonic() - self.started_s,
             "timing": msgspec.to_builtins(total.timing) if total.timing is not None else {},
         }
@@ -262,8 +263,7 @@ def _samplings(value: Any, names: list[NativeNames]) -> list[NativeSampling]:
 
 
 def _sampling(entry: dict[str, Any] | None, name: NativeNames) -> NativeSampling:
-    allowed = refuse_unsupported(entry or {}, UNSUPPORTED_NATIVE_SAMPLING, prefix=name.sampling)
-    return convert(allowed, NativeSampling, prefix=name.sampling)
+    return convert(entry or {}, NativeSampling, prefix=name.sampling)
 
 
 def _count_n(samplings: list[NativeSampling], names: list[NativeNames]) -> int:
@@ -274,6 +274,17 @@ def _count_n(samplings: list[NativeSampling], names: list[NativeNames]) -> int:
     if len(counts) > 1:
         raise RequestError("sampling_params.n must be the same for all prompts of a batch", field="sampling_params.n")
     return counts.pop()
+
+
+async def _limited(
+    context: ServerContext, request: GenerateRequest, fields: NativeSampling, name: NativeNames
+) -> GenerateRequest:
+    """Return `request` with the thinking budget of its `sampling_params`."""
+    limit = await context.take_thinking(fields.custom_params, f"{name.sampling}.custom_params")
+    if limit is None:
+        return request
+    inside = context.begins_inside(limit, request.input_ids)
+    return msgspec.structs.replace(request, sampling=limit_thinking(request.sampling, limit, inside))
 
 
 def _prompt_requests(
@@ -333,7 +344,13 @@ async def prepare_generate(context: ServerContext, raw: dict[str, Any], started_
     listed = batch or n > 1
     no_merge = listed or bool(body.pdserve_single_request)
     prompt_logprob_params = native_logprob_params(body, prompts, limits.vocab_size, listed=no_merge)
-    prompt_requests = _prompt_requests(prompts, samplings, grammars, prompt_logprob_params, limits, names)
+    prompt_requests = [
+        await _limited(context, request, sampling, name)
+        for request, sampling, name in zip(
+            _prompt_requests(prompts, samplings, grammars, prompt_logprob_params, limits, names),
+            samplings, names, strict=True,
+        )
+    ]  # fmt: skip
     if body.pdserve_resume is not None:
         body.rid = body.rid or body.pdserve_resume.head.id
     with NativeNames(field, "sampling_params").inside():

@@ -78,6 +78,11 @@ class ChatFormats:
     thinking: ReasoningFormat | None = None
     harmony: bool = False
 
+    @property
+    def reasons(self) -> bool:
+        """Whether the model has a known reasoning format."""
+        return self.thinking is not None or self.harmony
+
     @classmethod
     def of(cls, serving: ServingConfig, tokenizer: Tokenizer | None) -> ChatFormats:
         """Select the formats that the flags name; `auto` detects them from the chat template."""

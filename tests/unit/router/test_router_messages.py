@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import orjson
 import pytest
 from aiohttp import web
 from multidict import CIMultiDict
 
 from pdserve.base.stream_state import MESSAGE_STOP, RESUME_FIELD, STATE_HEADER, EventState
 from pdserve.http.access import COUNT_TOKENS_PATH, MESSAGES_PATH, OLLAMA_CHAT_PATH, OLLAMA_GENERATE_PATH
+from pdserve.http.error_forms import ollama_error
+from pdserve.protocol.failure import Failure
 from pdserve.router.config.config import RetryConfig, RouterAccessConfig
 from pdserve.router.policies.routing_keys import ConversationKey, conversation_key, prompt_of
-from pdserve.router.proxy.stream_retry import can_go_on
+from pdserve.router.proxy.stream_retry import Moved, StreamProgress, can_go_on, stream_form
 from tests.unit.router.answers import begin_stream
 from tests.unit.router.conftest import answer_ok
 
@@ -127,10 +131,78 @@ def test_a_broken_stream_of_ollamas_api_ends_with_an_error_line(run_world: RunWo
                 lines = (await response.read()).splitlines()
             async with world.session.post(url + OLLAMA_GENERATE_PATH, data=b"[]") as response:
                 assert response.status == 400 and isinstance((await response.json())["error"], str)
-        assert len(lines) == 3 and json.loads(lines[-1])["error_code"] == "worker_failed"
+        assert len(lines) == 2 and json.loads(lines[-1])["error_code"] == "worker_failed"
         assert isinstance(decode.bodies[0]["bootstrap_room"], int)
 
     run_world(scenario)
+
+
+def line(number: int) -> bytes:
+    return json.dumps({"response": str(number), "done": False}, separators=(",", ":")).encode() + b"\n"
+
+
+LAST = b'{"response":"","done":true}\n'
+DEAD = b'{"error":"no","param":null,"error_code":"engine_dead","code":503}\n'
+
+
+def line_writer(first: int, end: int, ending: bytes | None = LAST) -> Any:
+    """A decode worker that writes some lines of Ollama's API, and then `ending`; None: it breaks off within a line."""
+
+    async def answer(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        await response.prepare(request)
+        told = STATE_HEADER in request.headers
+        for number in range(first, end):
+            state = EventState([number], {"id": "1"} if number == 0 else None)
+            await response.write((state.line() if told else b"") + line(number))
+        if ending is None:
+            await response.write(b": pdserve {")
+            assert request.transport is not None
+            request.transport.abort()
+        else:
+            await response.write((EventState(tail="").line() if told and ending == LAST else b"") + ending)
+        await response.write_eof()
+        return response
+
+    return answer
+
+
+@pytest.mark.parametrize("ending", [None, DEAD])
+def test_a_stream_of_ollamas_api_goes_on_at_another_pair(run_world: RunWorld, ending: bytes | None) -> None:
+    async def scenario(world: Any) -> None:
+        prefill = await world.worker("p")
+        decodes = [await world.worker("d", line_writer(0, 2, ending)), await world.worker("d2", line_writer(2, 4))]
+        async with world.router([prefill], decodes, retry=RETRY, policy="round_robin") as url:
+            async with world.session.post(url + OLLAMA_CHAT_PATH, json={"messages": HI}) as response:
+                assert await response.read() == b"".join(map(line, range(4))) + LAST
+            last = await world.session.post(url + OLLAMA_CHAT_PATH, json={"messages": HI, "stream": False})
+            assert last.status == 200
+        assert decodes[1].bodies[0][RESUME_FIELD]["token_ids"] == [0, 1]
+        assert decodes[1].bodies[0]["seed"] == decodes[0].bodies[0]["seed"]
+
+    run_world(scenario)
+
+
+def test_the_line_of_a_moved_request_of_ollamas_api() -> None:
+    details = {"to": "http://d2", "migrated_rid": "r", "next_token_index": 2}
+    error = {"error": {"message": "moved", "type": "server_error", "param": None, "code": "migrated"} | details}
+    moved = orjson.dumps(ollama_error(error | {"code": 503})) + b"\n"
+    given: list[Any] = []
+
+    async def attach(body: dict[str, Any], to: Moved) -> Any:
+        given.append((body[RESUME_FIELD], to))
+
+    async def again(body: dict[str, Any], failure: Failure) -> Any:
+        return None
+
+    progress = StreamProgress({"messages": HI}, 1, again, attach, stream_form(OLLAMA_CHAT_PATH))
+    lines = [EventState([0], {"id": "1"}).line() + line(0), EventState([1]).line() + line(1), moved]
+    assert b"".join(map(progress.feed, lines)) == line(0) + line(1)
+    assert progress.failure is not None and progress.failure.code == "migrated"
+    asyncio.run(progress.go_on(progress.failure))
+    assert given == [
+        ({"attach": "r", "head": {"id": "1"}, "token_ids": [0, 1], "cached_tokens": 0}, Moved("http://d2", "r", 2))
+    ]
 
 
 def test_prompts_and_conversations() -> None:
@@ -149,5 +221,5 @@ def test_prompts_and_conversations() -> None:
         prompt_of(MESSAGES_PATH, body)
         conversation_key(MESSAGES_PATH, body, CIMultiDict())
     assert prompt_of(OLLAMA_CHAT_PATH, BODY) is not None and prompt_of(OLLAMA_GENERATE_PATH, {"prompt": "a"}) == "a"
-    assert not can_go_on(OLLAMA_CHAT_PATH, STREAM)
+    assert can_go_on(OLLAMA_CHAT_PATH, STREAM)
     assert can_go_on(MESSAGES_PATH, STREAM) and not can_go_on(MESSAGES_PATH, BODY)

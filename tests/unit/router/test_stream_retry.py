@@ -178,6 +178,7 @@ def test_which_requests_can_go_on_and_their_seeds() -> None:
     rng = random.Random(0)
     assert can_go_on(GENERATE, {"text": "a", "stream": True, "sampling_params": {"n": 1}})
     assert can_go_on(COMPLETIONS, {"prompt": ["a"], "stream": True})
+    assert can_go_on("/api/chat", {"messages": []}) and not can_go_on("/api/chat", {"messages": [], "stream": False})
     for path, body in (
         (GENERATE, {"text": ["a"], "stream": True}),
         (GENERATE, {"text": "a", "stream": True, "return_logprob": True, "logprob_start_len": 0}),

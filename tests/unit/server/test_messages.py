@@ -15,6 +15,7 @@ from anthropic.types import RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from pdserve.config.access_group import AccessConfig
+from pdserve.config.lora_group import LoraConfig
 from pdserve.protocol.messages import FinishReason
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server import server_kit
@@ -316,3 +317,22 @@ async def test_keys_of_both_kinds(tokenizer: Tokenizer) -> None:
             if status == 401:
                 assert answer.json()["error"]["type"] == "authentication_error"
         assert (await b.http.get("/v1/models", headers={"X-Api-Key": "k"})).status_code == 200
+
+
+async def test_models_in_the_form_of_the_api(tokenizer: Tokenizer) -> None:
+    async with anthropic_bench(tokenizer, "x", lora=LoraConfig(lora_paths="sql=/sql,fr=/fr")) as (b, client):
+        page = await client.models.list(limit=2)
+        assert [model.id for model in page.data] == ["tiny", "sql"] and page.has_more
+        card = page.data[0]
+        assert (card.type, card.display_name, card.lifecycle) == ("model", "tiny", "active")
+        assert card.max_input_tokens == server_kit.CONTEXT and card.created_at.tzinfo is not None
+        assert [model.id async for model in client.models.list(limit=1)] == ["tiny", "sql", "fr"]
+        assert [model.id async for model in client.models.list(limit=1, before_id="fr")] == ["sql", "tiny"]
+        assert (await client.models.list(after_id="gone")).data == []
+        assert (await client.models.retrieve("sql")).id == "sql"
+        with pytest.raises(anthropic.NotFoundError) as unknown:
+            await client.models.retrieve("other")
+        assert unknown.value.type == "not_found_error"
+        with pytest.raises(anthropic.BadRequestError, match="limit must be 1 to 1000"):
+            await client.models.list(limit=0)
+        assert (await b.http.get("/v1/models")).json()["object"] == "list"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.base.stream_state import EVENT_END, MARK, RESUME_FIELD, STATE_HEADER, split_event
+from pdserve.base.stream_state import MARK, RESUME_FIELD, STATE_HEADER, split_event
 from pdserve.protocol.cached_tokens import CachedTokensDetails
 from pdserve.protocol.failure import Failure
 from pdserve.router.proxy.stream_retry import StreamProgress, stream_form
@@ -22,6 +22,7 @@ from tests.unit.server.server_kit import VOCAB, Bench, bench, token_ids
 
 TEXT = "Größe: 10 🙂 and ENd END of it"
 ANSWER = f"<think>\nhm 🙂\n</think>\n{HERMES}"
+PARSERS: dict[str, Any] = {"reasoning_parser": "qwen3", "tool_call_parser": "hermes", "enable_ollama_api": True}
 SOURCES = {"return_cached_tokens_details": True}
 CALLS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "completions": ("/v1/completions", TEXT, {"prompt": "a", "stop": "END", "max_tokens": 90} | SOURCES),
@@ -51,9 +52,17 @@ CALLS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "tools": [{"name": name, "input_schema": {"type": "object"}} for name in ("get_weather", "now")],
         },
     ),
+    "ollama": ("/api/generate", TEXT, {"prompt": "a", "options": {"stop": "END", "num_predict": 90}}),
+    "ollama tools": (
+        "/api/chat",
+        ANSWER,
+        {"messages": ASK, "tools": [WEATHER, NOW], "options": {"num_predict": 400}},
+    ),
     "late thoughts": ("/v1/chat/completions", ANSWER, {"messages": ASK, "stream_reasoning": False, "logprobs": True}),
 }
-VOLATILE = ("id", "e2e_latency", "timing")
+VOLATILE = (
+    "id", "e2e_latency", "timing", "created_at", "total_duration", "prompt_eval_duration", "eval_duration",
+)  # fmt: skip
 """They differ between two runs of a request; times are of the server that ends a stream."""
 
 __all__ = ["long_context"]
@@ -69,13 +78,13 @@ def test_a_stream_goes_on_where_it_broke_off(
     monkeypatch.setattr(engine_client, "Generation", Unmerged)
 
     async def scenario() -> None:
-        async with bench(tokenizer, reasoning_parser="qwen3", tool_call_parser="hermes") as b:
+        async with bench(tokenizer, **PARSERS) as b:
             b.scheduler.script = lambda request: token_ids(tokenizer, text)
             b.scheduler.tokens_per_output = size
             details = CachedTokensDetails(device=1, host=2)
             b.scheduler.cached_details = lambda request: None if request.prior_output_ids else details
             whole = await told(b, path, body)
-            plain = parsed(await b.http.post(path, json={**body, "stream": True}))
+            plain = parsed(path, await b.http.post(path, json={**body, "stream": True}))
             assert client_view(path, shown(whole)) == client_view(path, plain), "told or not"
             b.scheduler.cached = lambda request: 99 if request.prior_output_ids else 3
             cuts = range(1, len(whole), max(2, len(whole) // 12))
@@ -92,7 +101,7 @@ def test_a_prefill_server_answers_its_part_of_a_resumed_stream(
     path, text, body = CALLS[name]
 
     async def scenario() -> None:
-        async with bench(tokenizer, "prefill", reasoning_parser="qwen3", tool_call_parser="hermes") as b:
+        async with bench(tokenizer, "prefill", **PARSERS) as b:
             prior = token_ids(tokenizer, text)[:5]
             b.scheduler.script = lambda request: token_ids(tokenizer, text)[:6]
             room = {"bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 7, "stream": True}
@@ -153,18 +162,18 @@ async def go_on(b: Bench, path: str, body: dict[str, Any], whole: list[bytes], c
 
     form = stream_form(path)
     stream = StreamProgress(body, 1, again, form=form)
-    passed = [stream.feed(event + EVENT_END) for event in whole[:cut]]
+    passed = [stream.feed(event + form.end) for event in whole[:cut]]
     if stream.ending is not None:
         passed.append(stream.ending)
     else:
         assert await stream.go_on(Failure(code=WORKER_FAILED, message="gone")) is None
-        passed += [event + EVENT_END for event in map(client_part, await told(b, path, bodies[0]))]
+        passed += [event + form.end for event in map(client_part, await told(b, path, bodies[0]))]
         (resumed,) = bodies
         resume = resumed.get(RESUME_FIELD, {"token_ids": []})
         assert RESUME_FIELD in resumed or not any(passed[:cut])
         assert b.scheduler.requests[-1].prior_output_ids == resume["token_ids"]
-    together = [event for event in b"".join(passed).split(EVENT_END) if event]
-    assert together[-1] + EVENT_END == form.last and together.count(together[-1]) == 1
+    together = events_of(path, b"".join(passed))
+    assert form.is_last(together[-1]) and together.count(together[-1]) == 1
     expected, found = client_view(path, shown(whole)), client_view(path, shown(together))
     assert found == expected, f"cut behind {cut} of {len(whole)} events"
 
@@ -173,8 +182,20 @@ async def told(b: Bench, path: str, body: dict[str, Any]) -> list[bytes]:
     """A stream's events with what is told of them."""
     answer = await b.http.post(path, json={**body, "stream": True}, headers={STATE_HEADER: "1"})
     assert answer.status_code == 200, answer.text
-    events = [event for event in answer.content.split(EVENT_END) if event]
+    events = events_of(path, answer.content)
     assert all(event.startswith(MARK) for event in events[:-1])
+    return events
+
+
+def events_of(path: str, content: bytes) -> list[bytes]:
+    """The events of a stream, each with its line of state, if there is one."""
+    end = stream_form(path).end
+    events: list[bytes] = []
+    for part in filter(None, content.split(end)):
+        if events and b"\n" not in events[-1] and events[-1].startswith(MARK):
+            events[-1] += end + part
+        else:
+            events.append(part)
     return events
 
 
@@ -183,12 +204,12 @@ def client_part(event: bytes) -> bytes:
 
 
 def shown(events: list[bytes]) -> list[Any]:
-    parts = [client_part(event).partition(b"data: ")[2] for event in events]
+    parts = [part if part[:1] == b"{" else part.partition(b"data: ")[2] for part in map(client_part, events)]
     return [steady(json.loads(part)) for part in parts if part != b"[DONE]"]
 
 
-def parsed(answer: Any) -> list[Any]:
-    return shown([event for event in answer.content.split(EVENT_END) if event])
+def parsed(path: str, answer: Any) -> list[Any]:
+    return shown(events_of(path, answer.content))
 
 
 def message_view(events: list[dict[str, Any]]) -> Any:
@@ -211,7 +232,7 @@ def message_view(events: list[dict[str, Any]]) -> Any:
 
 def steady(event: dict[str, Any]) -> dict[str, Any]:
     """Without what differs between two runs of one request: ids, times."""
-    event = {**event, "id": "", "created": 0}
+    event = {**event, "id": "", "created": 0} | {name: 0 for name in VOLATILE if name in event}
     if "meta_info" in event:
         event["meta_info"] = {
             name: value for name, value in event["meta_info"].items() if name not in (*VOLATILE, "id")
@@ -228,6 +249,10 @@ def client_view(path: str, events: list[dict[str, Any]]) -> Any:
         return events[-1]
     if path == "/v1/messages":
         return message_view(events)
+    if path.startswith("/api/"):
+        said = [event.get("message", {"content": event.get("response")}) for event in events]
+        texts = {name: "".join(one.get(name, "") for one in said) for name in ("content", "thinking")}
+        return texts, [call for one in said for call in one.get("tool_calls", [])], events[-1]
     fields: dict[str, Any] = {"text": "", "content": "", "reasoning": "", "roles": 0, "calls": {}, "logprobs": []}
     for event in events:
         for choice in event["choices"]:
