@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from pdserve.config.groups import ModelConfig
 from pdserve.errors import ModelError
 from pdserve.executor.backend_choice import make_native
 from pdserve.model.config import read_model_spec
+from pdserve.model.families import FAMILIES as NATIVE
 from pdserve.model.loader import empty_model, fill_model
 from pdserve.model.named_weights import MAX_VALUES, check_size, joined
 from pdserve.model.parallel import SingleRank
@@ -25,6 +27,7 @@ from tests.model_families import FAMILIES
 from tests.tiny import make_tiny
 from tests.unit.model.native_kit import needs_kernels
 
+IGNORED = ("model.visual", "visual", "mtp.", "vision_tower", "multi_modal_projector", "model.vision_tower")
 CPU = torch.device("cpu")
 ONE, TP2, BOTH = ParallelShape(), ParallelShape(tp_size=2), ParallelShape(tp_size=2, pp_size=2)
 
@@ -56,7 +59,7 @@ def rows_of(ranks: list[ParamSlots], name: str, max_rows: int) -> np.ndarray:
 def check_all(ranks: list[ParamSlots], path: Path, max_rows: int, tolerance: float = 0.0) -> int:
     num_read = 0
     for name, tensor in load_file(path / "model.safetensors").items():
-        if name.startswith(("model.visual", "visual", "mtp.")):
+        if name.startswith(IGNORED):
             continue
         found = torch.from_numpy(rows_of(ranks, name, max_rows))
         wanted = tensor.bfloat16().float()[:max_rows]
@@ -67,8 +70,16 @@ def check_all(ranks: list[ParamSlots], path: Path, max_rows: int, tolerance: flo
     return num_read
 
 
+SEVERAL = ("llama", "gpt_oss", "deepseek_v3", "qwen3_next")
+NATIVE_FAMILIES = [name for name in FAMILIES if FAMILIES[name].architecture in NATIVE]
+
+
+def some_by_default(names: Sequence[str]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in SEVERAL else pytest.mark.slow) for name in names]
+
+
 @pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=needs_kernels)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some_by_default(NATIVE_FAMILIES))
 def test_every_tensor_of_a_family_is_read_back(
     family: str, kernels: bool, family_checkpoint: Callable[[str], Path]
 ) -> None:
@@ -76,9 +87,10 @@ def test_every_tensor_of_a_family_is_read_back(
     assert check_all(loaded(path, ONE, kernels=kernels), path, 10_000) > 5
 
 
-@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=needs_kernels)])
-@pytest.mark.parametrize("shape", [TP2, BOTH], ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "phi3"])
+@needs_kernels
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("shape", [TP2, pytest.param(BOTH, marks=pytest.mark.slow)], ids=["tp2", "tp2 pp2"])
+@pytest.mark.parametrize("family", some_by_default(["qwen3_moe", "phi3", *SEVERAL]))
 def test_ranks_have_parts_of_it(
     family: str, shape: ParallelShape, kernels: bool, family_checkpoint: Callable[[str], Path]
 ) -> None:
