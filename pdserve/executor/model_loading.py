@@ -86,6 +86,8 @@ class ModelToLoad:
     startup: StartupTimes
     beside: LoadedModel | None = None
     overlay: Mapping[str, TensorSource] = dataclasses.field(default_factory=dict)
+    carried: ParamSlots | None = None
+    """Parameters in use, which the model has where `overlay` has no other values; None: those of the checkpoint."""
 
     @property
     def kv_dtype(self) -> str:
@@ -374,7 +376,7 @@ def _fill(decoder: Decoder, wanted: ModelToLoad) -> None:
     model = wanted.config.model
     fill_model(
         decoder, wanted.path, load_format=model.load_format, seed=model.random_seed, on_progress=wanted.startup.loaded,
-        overlay=wanted.overlay,
+        overlay=wanted.overlay, carried=wanted.carried,
     )  # fmt: skip
     give_back_freed()
 

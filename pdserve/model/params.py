@@ -91,8 +91,15 @@ class Param:
         return tuple(whole)
 
 
-RowReader = Callable[[int, int], Tensor]
-"""Returns rows `[start, stop)` of a stacked tensor that was repacked, `[stop - start, ...]`, on the host."""
+@dataclasses.dataclass(frozen=True)
+class RowReader:
+    """Reads a stacked tensor that was repacked. `rows(start, stop)` returns its rows `[stop - start, ...]`.
+
+    `is_exact`: the rows are copies of the values that were packed, and may be read beside steps.
+    """
+
+    rows: Callable[[int, int], Tensor]
+    is_exact: bool
 
 
 @dataclasses.dataclass
@@ -223,6 +230,40 @@ class ParamSlots:
                 raise ModelError(f"tensor {name} is {kind}, and no tensors beside it say how it was quantized")
             slot.copy_(param.ordered(value))
         self._given(name)
+
+    def carry_over(self, other: ParamSlots, given: Collection[str]) -> None:
+        """Fill all parameters but `given` with the values that `other`, of an equal model, has of them.
+
+        Raises:
+            ModelError: `other` has one of them in fewer bits, or in a form that cannot be read back.
+        """
+        for name in [name for name in self._slots if name not in given and name not in self._filled]:
+            slot = self._slots[name]
+            reader = other.reader(name)
+            if reader is not None and not reader.is_exact:
+                raise ModelError(
+                    f"{name} is kept in fewer bits than {slot.dtype}, so tensors of all parameters must be sent"
+                )
+            slot.copy_(other.stored_rows(name, len(slot)))
+            self._given(name)
+
+    def reader(self, name: str) -> RowReader | None:
+        """Return the reader of a parameter that was repacked; None: it was not, or cannot be read back."""
+        return self._repacked[name][0] if name in self._repacked else None
+
+    def stored_rows(self, name: str, count: int) -> Tensor:
+        """Return the first `count` rows of a parameter that this rank holds, in the order in which they are stored.
+
+        Raises:
+            ModelError: it is in a form that cannot be read back.
+        """
+        slot = self._slots.get(name)
+        if slot is not None:
+            return slot[:count]
+        if name not in self._repacked:
+            raise ModelError(f"{name} is kept in a packed form that cannot be read back")
+        reader, first = self._repacked[name]
+        return reader.rows(first, first + count)
 
     def params_in(self, whole: Tensor) -> list[Param]:
         """Return the parameters in `whole`, from `stacked`, in order."""
@@ -374,16 +415,7 @@ class ParamSlots:
         count = max(0, min(len(held), max_rows - held.start))
         block = 1 if param.order is None else len(param.order)
         num_stored = -(-count // block) * block
-        slot = self._slots.get(param.name)
-        if count == 0:
-            stored = torch.empty(0)
-        elif slot is not None:
-            stored = slot[:num_stored]
-        elif param.name in self._repacked:
-            read, first = self._repacked[param.name]
-            stored = read(first, first + num_stored)
-        else:
-            raise ModelError(f"{param.name} is kept in a packed form that cannot be read back")
+        stored = self.stored_rows(param.name, num_stored) if count else torch.empty(0)
         return held.start, param.unordered(stored)[:count]
 
     def add_bytes(self, num_bytes: int) -> None:

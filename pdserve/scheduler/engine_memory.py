@@ -31,7 +31,7 @@ from pdserve.protocol.engine_memory import (
     WeightRows,
 )
 from pdserve.protocol.messages import CommandReply, SwitchRole, ToApi
-from pdserve.protocol.weights import InstallWeights, PrepareWeights, WeightsCommand
+from pdserve.protocol.weights import InstallWeights, PrepareTensors, PrepareWeights, WeightsCommand
 from pdserve.ranks.rank_reports import RankReports
 from pdserve.scheduler.context import SchedulerContext
 from pdserve.scheduler.role_switcher import OpenedRole, RoleOpener
@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 RELEASED = "memory_released"
 """Code of the 503 of requests while memory is released; also the fact that lists what is released."""
 RETRY_AFTER_S = 5
+LOADS = PrepareWeights | PrepareTensors | InstallWeights
 
 
 class ReleasableMemory(Protocol):
@@ -114,7 +115,7 @@ class ManagedMemory(abc.ABC):
     def refuses_update(self, command: WeightsCommand) -> bool:
         """Refuse to load or install weights while those in use are released; returns whether it was refused."""
         memory = self.engine_memory
-        if memory is None or WEIGHTS not in memory.released or not isinstance(command, PrepareWeights | InstallWeights):
+        if memory is None or WEIGHTS not in memory.released or not isinstance(command, LOADS):
             return False
         message = "the weights are released; resume them before they are updated"
         self.context.outbox.send(CommandReply(query_id=command.query_id, ok=False, message=message))

@@ -14,7 +14,7 @@ from pdserve.base.mailbox import Woken
 from pdserve.errors import RequestError
 from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
 from pdserve.executor.profiling import Profiler
-from pdserve.protocol.engine_memory import GetWeights, ReleaseMemory, ResumeMemory
+from pdserve.protocol.engine_memory import MemoryCommand
 from pdserve.protocol.engine_state import EngineState
 from pdserve.protocol.failure import CLIENT_ABORT, Failure
 from pdserve.protocol.messages import (
@@ -46,7 +46,7 @@ from pdserve.protocol.messages import (
     ToScheduler,
     UnloadLora,
 )
-from pdserve.protocol.weights import EndWeightsUpdate, HoldRequests, InstallWeights, PrepareWeights
+from pdserve.protocol.weights import WeightsCommand
 from pdserve.ranks.pre_step import IdleBatches
 from pdserve.scheduler.context import SchedulerContext
 from pdserve.scheduler.engine_memory import EngineMemory, ManagedMemory
@@ -308,6 +308,13 @@ class Scheduler(UpdatableWeights, ManagedMemory):
         return 0 if self._num_gated is None else self._num_gated()
 
     def _handle(self, event: Event) -> None:
+        if isinstance(event, WeightsCommand | MemoryCommand):
+            self._audited = False
+            if isinstance(event, MemoryCommand):
+                self.command_memory(event)
+            elif not self.refuses_update(event):
+                self.update_weights(event)
+            return
         match event:
             case GenerateRequest():
                 if self.weights is None or not self.weights.takes(event, self):
@@ -350,12 +357,6 @@ class Scheduler(UpdatableWeights, ManagedMemory):
                     self.context.outbox.send(reply)
                 else:
                     self._switcher.accept(event)
-            case GetWeights() | ReleaseMemory() | ResumeMemory():
-                self.command_memory(event)
-            case PrepareWeights() | HoldRequests() | InstallWeights() | EndWeightsUpdate():
-                self._audited = False
-                if not self.refuses_update(event):
-                    self.update_weights(event)
             case PrepareLora(name=name, path=path):
                 self.context.prepare_adapter(name, path)
             case Shutdown():

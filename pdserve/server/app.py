@@ -70,6 +70,7 @@ from pdserve.server.request.schemas import (
     ExtractBody,
     FunctionCallBody,
     GenerateBody,
+    LeaveGroupBody,
     LoadLoraBody,
     MemoryTagsBody,
     MigrateBody,
@@ -86,9 +87,12 @@ from pdserve.server.request.schemas import (
     UnloadLoraBody,
     WeightNameBody,
     WeightsFromDiskBody,
+    WeightsFromDistributedBody,
+    WeightsFromTensorBody,
+    WeightsGroupBody,
     WeightVersionBody,
 )
-from pdserve.server.sglang_api import admin, commands, health, lora, observability, parse, weights
+from pdserve.server.sglang_api import admin, commands, health, lora, observability, parse, sent_weights, weights
 from pdserve.server.sglang_api.generate import generate
 from pdserve.server.sglang_api.health import PairProbes
 from pdserve.server.sglang_api.memory import MemoryEndpoints
@@ -130,6 +134,10 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/resume_memory_occupation": MemoryTagsBody,
     "/get_weights_by_name": WeightNameBody,
     "/update_weights_from_disk": WeightsFromDiskBody,
+    "/update_weights_from_tensor": WeightsFromTensorBody,
+    "/update_weights_from_distributed": WeightsFromDistributedBody,
+    "/init_weights_update_group": WeightsGroupBody,
+    "/destroy_weights_update_group": LeaveGroupBody,
     "/update_weight_version": WeightVersionBody,
     "/start_profile": ProfileBody,
     "/stop_profile": CommandBody,
@@ -321,6 +329,10 @@ ROUTES: tuple[tuple[str, str, str, Endpoint], ...] = (
     ("stop_profile", "GET", "/stop_profile", commands.stop_profile),
     ("abort_request", "POST", "/abort_request", admin.abort_request),
     ("update_weights_from_disk", "POST", "/update_weights_from_disk", weights.update_weights_from_disk),
+    ("update_weights", "POST", "/update_weights_from_tensor", sent_weights.update_weights_from_tensor),
+    ("update_weights", "POST", "/update_weights_from_distributed", sent_weights.update_weights_from_distributed),
+    ("update_weights", "POST", "/init_weights_update_group", sent_weights.init_weights_update_group),
+    ("update_weights", "POST", "/destroy_weights_update_group", sent_weights.destroy_weights_update_group),
     ("update_weight_version", "POST", "/update_weight_version", weights.update_weight_version),
 )
 """Routes of the endpoints that need a server's context only: name, methods, path, endpoint."""

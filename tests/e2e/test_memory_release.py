@@ -48,7 +48,7 @@ def release_and_resume(url: str, servers: Sequence[Server], path: Path) -> None:
         assert before - resident_bytes(server) > 0.9 * weight_bytes(path), "the weights, and the pages that were used"
         health = requests.get(f"{server.url}/health", timeout=20)
         assert (health.status_code, health.json()["status"]) == (200, "memory_released")
-        assert server.state()["memory_released"] == "kv_cache,weights,cuda_graph"
+        assert server.state()["facts"]["memory_released"] == "kv_cache,weights,cuda_graph"
         refused = post(server.url, "/generate", BODY, 503)["error"]
         assert refused["code"] == "memory_released", refused
         assert requests.get(f"{server.url}/ready", timeout=20).status_code == 503
@@ -59,6 +59,7 @@ def release_and_resume(url: str, servers: Sequence[Server], path: Path) -> None:
         post(server.url, "/generate", BODY, 503)
         assert post(server.url, "/resume_memory_occupation")["released"] == []
         assert requests.get(f"{server.url}/health", timeout=20).json()["status"] == "ok"
+    until_ready(url)
     answer = post(url, "/generate", BODY)
     assert answer["output_ids"] == expected and answer["meta_info"]["cached_tokens"] == 0
     for server in servers:
@@ -69,7 +70,13 @@ def release_and_resume(url: str, servers: Sequence[Server], path: Path) -> None:
         assert read.shape == wanted.shape and np.array_equal(read.astype(np.float32), wanted)
         missing = post(server.url, "/get_weights_by_name", {"name": "nothing"}, 404)["error"]
         assert (missing["code"], missing["param"]) == ("no_such_tensor", "name")
+    until_ready(url)
     assert post(url, "/generate", BODY)["output_ids"] == expected
+
+
+def until_ready(url: str) -> None:
+    """A router sees by its health checks that its workers take requests again."""
+    until(lambda: requests.get(f"{url}/ready", timeout=20).status_code == 200, 30.0, "the workers take requests again")
 
 
 def test_a_pair_releases_its_memory_and_takes_it_again(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from pdserve.model.layers.moe import Experts, SharedExpert, TPMoE
 from pdserve.model.mla import MLA, Indexer
 from pdserve.model.native.modules import NativeFeedForward, PackedExperts, PackedRouter, PackedShared
 from pdserve.model.native.unpack import (
+    is_bf16,
     packed_biases,
     packed_rows,
     reader_of,
@@ -185,7 +186,7 @@ class Packer:
             keys = packed_rows(absorb, 0, spec.kv_lora_rank, index=head).t()
             return torch.cat((keys, packed_rows(project, 0, spec.value_dim, index=head)))[start:stop]
 
-        reader = reader_of_layers(count, spec.nope_dim + spec.value_dim, read)
+        reader = reader_of_layers(count, spec.nope_dim + spec.value_dim, read, is_exact=True)
 
         def take() -> None:
             with self.packing():
@@ -209,7 +210,9 @@ class Packer:
                 for part, layer in enumerate(layers):
                     for head, weight in enumerate(layer.weight.view(count, dim, dim)):
                         packed.put(weight, index=part * count + head)
-                    reader = reader_of_layers(count, dim, partial(_read_layer, packed), first=part * count)
+                    reader = reader_of_layers(
+                        count, dim, partial(_read_layer, packed), is_exact=True, first=part * count
+                    )
                     self.params.release_weights(layer.weight, packed.num_bytes // 2, reader)
                     layer.release_weights()
 
@@ -238,10 +241,10 @@ class Packer:
                         parts = quantized[index * each : (index + 1) * each]
                         self._put(packed, weight, None if biases is None else biases[index], form, parts, index=index)
                     num_rows = packed.num_out
-                    reader = reader_of_layers(count, num_rows, partial(_read_layer, packed))
+                    reader = reader_of_layers(count, num_rows, partial(_read_layer, packed), is_exact=is_bf16(packed))
                     self.params.release_weights(whole, packed.num_bytes, reader)
                     if biases is not None:
-                        reader = reader_of_layers(count, num_rows, partial(_read_biases, packed))
+                        reader = reader_of_layers(count, num_rows, partial(_read_biases, packed), is_exact=True)
                         self.params.release_weights(biases, 0, reader)
                 experts.release_weights()
 

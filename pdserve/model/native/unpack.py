@@ -1,4 +1,4 @@
-"""Reads packed weights back, by output: for `ParamSlots.read_rows`, when a parameter is asked for by its name.
+"""Reads packed weights back, by output: for `ParamSlots`, when a parameter is asked for by its name.
 
 bf16 weights are copied from their layout. Weights of the other formats are the products of the CPU kernels with unit
 vectors, which need no second description of the layouts.
@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from pdserve.model.native.weights import BLOCK, Packed
+from pdserve.model.params import RowReader
 
-RowReader = Callable[[int, int], Tensor]
-"""Returns rows `[start, stop)` of a parameter, `[stop - start, ...]`, on the host."""
 _UNITS = 512
 """Unit vectors of one product."""
 
@@ -24,7 +23,7 @@ def packed_rows(packed: Packed, start: int, stop: int, *, index: int = 0) -> Ten
     blocks, lanes = _places(packed, start, stop)
     if not len(blocks):
         return torch.empty(0, packed.num_in, dtype=torch.float32)
-    if packed.data.dtype == torch.bfloat16:
+    if is_bf16(packed):
         rows = packed.data[index, blocks, :, lanes]
         return rows.reshape(len(blocks), -1)[:, : packed.num_in]
     low, high = int(blocks.min()), int(blocks.max()) + 1
@@ -53,18 +52,18 @@ def packed_biases(packed: Packed, start: int, stop: int, *, index: int = 0) -> T
 def reader_of(packed: Packed, order: Tensor | None = None) -> RowReader:
     """Return the reader of a single layer. Output i of `packed` is row `order[i]`; None: row i."""
     if order is None:
-        return lambda start, stop: packed_rows(packed, start, stop)
+        return RowReader(lambda start, stop: packed_rows(packed, start, stop), is_bf16(packed))
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order))
-    return lambda start, stop: packed_rows(packed, 0, packed.num_out)[places[start:stop]]
+    return RowReader(lambda start, stop: packed_rows(packed, 0, packed.num_out)[places[start:stop]], is_bf16(packed))
 
 
 def reader_of_layers(
-    num_layers: int, num_rows: int, read: Callable[[int, int, int], Tensor], first: int = 0
+    num_layers: int, num_rows: int, read: Callable[[int, int, int], Tensor], *, is_exact: bool, first: int = 0
 ) -> RowReader:
     """Return the reader of layers of `num_rows` rows each, one behind the other.
 
-    `read(layer, start, stop)` returns rows of one layer; the first one is `first`.
+    `read(layer, start, stop)` returns rows of one layer; the first one is `first`. `is_exact`: see `RowReader`.
     """
 
     def rows(start: int, stop: int) -> Tensor:
@@ -76,12 +75,21 @@ def reader_of_layers(
                 found.append(read(first + layer, low - begin, high - begin))
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    return rows
+    return RowReader(rows, is_exact)
 
 
 def reader_of_columns(parts: Sequence[Packed]) -> RowReader:
     """Return the reader of a layer whose inputs are split: `parts` have the columns of each row, side by side."""
-    return lambda start, stop: torch.cat([packed_rows(part, start, stop).float() for part in parts], 1)
+
+    def rows(start: int, stop: int) -> Tensor:
+        return torch.cat([packed_rows(part, start, stop) for part in parts], 1)
+
+    return RowReader(rows, all(map(is_bf16, parts)))
+
+
+def is_bf16(packed: Packed) -> bool:
+    """Whether the packed values are those of the parameter."""
+    return packed.data.dtype == torch.bfloat16
 
 
 def _places(packed: Packed, start: int, stop: int) -> tuple[Tensor, Tensor]:
