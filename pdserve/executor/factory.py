@@ -42,7 +42,9 @@ from pdserve.model.drafting.cost import pass_cost
 from pdserve.model.drafting.interface import DraftModel
 from pdserve.model.parallel import Parallel, SingleRank, is_sampler
 from pdserve.model.paths import resolve_model_path, resolve_tokenizer_path
+from pdserve.model.pooling import read_pooling
 from pdserve.model.torch_parallel import open_parallel
+from pdserve.protocol.hidden_states import Pooling
 
 _LOG = logging.getLogger(__name__)
 MAX_PAGE_TOKENS = 128
@@ -73,6 +75,8 @@ class LoadedEngine:
     """Loads other weights of the same model; None in tests whose weights stay."""
     moves_experts: bool = False
     """True with --enable-eplb."""
+    pooling: Pooling | None = None
+    """How the model makes one vector of a text; None without --is-embedding."""
 
     @functools.cached_property
     def device_memory(self) -> DeviceMemory:
@@ -199,6 +203,7 @@ def build_executor(
         executor, table, wanted.spec, sizes.num_pages, context_length, wanted.dtype, device, parallel.coord,
         loaded.arithmetic, sizes.groups, loaded.can_split_prompts, loras, weights,
         config.parallel.enable_eplb,
+        read_pooling(wanted.path, config.embedding.embedding_pooling) if config.embedding.is_embedding else None,
     )  # fmt: skip
 
 

@@ -40,7 +40,7 @@ from pdserve.http.access import (
 )
 from pdserve.http.error_forms import inner_error
 from pdserve.protocol.failure import RUNNING_TIMEOUT, Failure
-from pdserve.router.proxy.attempts import batch_size, num_sequences, wants_prompt_logprobs
+from pdserve.router.proxy.attempts import batch_size, merges_prefill, num_sequences
 from pdserve.router.workers.outcome import WORKER_FAILED, WorkerStream, worker_failed
 
 RETRYABLE_STATUSES = frozenset({502, 503, 504})
@@ -70,7 +70,7 @@ def can_go_on(path: str, body: Body) -> bool:
     """Whether a request is for a stream of one sequence that another pair can continue."""
     is_ollama = path in (OLLAMA_CHAT_PATH, OLLAMA_GENERATE_PATH)
     streams = body.get("stream") in (None, True) if is_ollama else body.get("stream") is True
-    if not streams or num_sequences(body) != 1 or wants_prompt_logprobs(path, body):
+    if not streams or num_sequences(body) != 1 or merges_prefill(path, body):
         return False
     size = batch_size(path, body)
     if size is None and (is_ollama or path in (CHAT_PATH, GENERATE_PATH, MESSAGES_PATH)):
