@@ -11,7 +11,7 @@ import pytest
 import requests
 from safetensors.torch import load_file
 
-from tests.e2e.harness import Server, assert_idle, ranks_of, running_pair
+from tests.e2e.harness import Server, assert_idle, ranks_of, running_pair, until
 from tests.tiny import make_tiny
 
 pytestmark = pytest.mark.timeout(300)
