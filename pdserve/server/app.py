@@ -158,7 +158,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
 OPTIONAL_BODIES = frozenset(
     {
         *("/pause_generation", "/continue_generation", "/start_profile", "/stop_profile"),
-        *("/release_memory_occupation", "/resume_memory_occupation", "/get_weights_by_name"),
+        *("/release_memory_occupation", "/resume_memory_occupation"),
     }
 )
 """Routes whose body is optional."""

@@ -50,6 +50,20 @@ Endpoint = Callable[["ServerContext", Request], Awaitable[Response]]
 """Answers a request to the server with this context."""
 
 
+@dataclasses.dataclass
+class WeightsChange:
+    """State of updates of the weights, on all replicas; see `sglang_api/weights.py`."""
+
+    lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+    """Held while an update runs."""
+    prepared: object = None
+    """What `prepare_only` has prepared; None: nothing."""
+    expiry: asyncio.TimerHandle | None = None
+    """Drops what is prepared, if no update uses it."""
+    tasks: set[asyncio.Task[Any]] = dataclasses.field(default_factory=set)
+    """Updates that run: the event loop keeps no reference to a task."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ServerContext:
     """Configuration and components of one server, for its endpoints. `started_s` is Unix time in seconds."""
@@ -74,8 +88,8 @@ class ServerContext:
     changing_adapters: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
     """Held while an adapter is loaded or unloaded, on all replicas."""
 
-    changing_weights: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
-    """Held while the weights are changed, on all replicas."""
+    changing_weights: WeightsChange = dataclasses.field(default_factory=WeightsChange)
+    """The update of the weights that runs, or that is prepared."""
 
     prefill_servers: Callable[[], list[dict[str, Any]]] | None = None
     """Facts about the servers of `--disaggregation-prefill`; None without the flag, or in another role."""

@@ -280,6 +280,13 @@ class StreamStates:
             group = len(events) if position == 0 and not ends else 1
             yield self._line(tail, group) + data
 
+    def rest(self) -> bytes:
+        """Return the state line of tokens that no event has shown, or nothing. The event of an error follows.
+
+        The text of these tokens was held back. With them another server goes on behind the last token.
+        """
+        return self._line(None, 1) if self.wanted and self._head is None and self._tokens else b""
+
     def _line(self, tail: str | None, group: int) -> bytes:
         state = EventState(
             token_ids=self._tokens,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import requests
 
-from tests.e2e.harness import assert_idle, running_monolith, until
+from tests.e2e.harness import assert_idle, running_monolith, running_pair, until
 from tests.model_families import prompts_of
 from tests.reference import load_reference, reference_greedy
 from tests.tiny import make_tiny
@@ -50,6 +50,14 @@ class Load:
         for thread in self._threads:
             thread.join(120)
 
+    def await_version(self, version: str) -> None:
+        """Until each client may have had an answer of this version."""
+
+        def is_answered() -> bool:
+            return bool(self.failures) or sum(one[1] == version for one in self.answers) >= len(self._threads)
+
+        until(is_answered, 60.0, f"answers of {version}")
+
     def _ask(self, number: int) -> None:
         while not self._stop.is_set():
             index = number = (number + 1) % len(PROMPTS)
@@ -83,10 +91,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 def run_updates(models: Models, url: str, change: Callable[[Path, str], None], *, num_clients: int = 4) -> set[str]:
     """Change to the other weights and back under load, and once to a model that does not fit."""
     with Load(url, num_clients) as load:
-        for number in (1, 0, 1):
-            change(models.paths[number], f"v{len(load.answers)}-{number}")
-            seen = len(load.answers)
-            until(lambda seen=seen: load.failures or len(load.answers) >= seen + 2 * num_clients, 60.0, "more answers")
+        load.await_version("first")
+        for step, number in enumerate((1, 0, 1)):
+            change(models.paths[number], f"v{step}-{number}")
+            load.await_version(f"v{step}-{number}")
     assert not load.failures, load.failures[0]
     return check(models, load.answers, "first")
 
@@ -102,3 +110,23 @@ def test_a_monolith_changes_its_weights_under_load(models: Models) -> None:
 
         assert len(run_updates(models, server.url, change)) == 4
         assert_idle(server)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["through the router", "by hand"])
+def test_a_pair_changes_its_weights_under_load(models: Models, how: str) -> None:
+    """The clients notice nothing: the router asks again while the two servers differ."""
+    with running_pair(str(models.paths[0]), *FLAGS, "--weight-version", "first") as pair:
+
+        def change(path: Path, version: str) -> None:
+            for server in [pair.router] if how == "through the router" else pair.workers:
+                answer = update(server.url, path, version)
+                assert answer.status_code == 200, answer.text
+            for server in pair.workers:
+                info = requests.get(f"{server.url}/get_model_info", timeout=60).json()
+                assert (info["weight_version"], info["model_path"]) == (version, str(path))
+
+        assert len(run_updates(models, pair.url, change)) == 4
+        answer = update(pair.url, models.paths[0].parent / "nowhere", "v")
+        assert answer.status_code == 400 and "there is no model at" in answer.text
+        assert_idle(*pair.workers)

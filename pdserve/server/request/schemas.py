@@ -350,7 +350,6 @@ class WeightsFromTensorBody(msgspec.Struct, forbid_unknown_fields=True):
 
     tensors: str | list[str] | None = None
     shared_memory: str | list[str] | None = None
-    serialized_named_tensors: Any = None
     load_format: str | None = None
     abort_all_requests: bool = False
     weight_version: str | None = None
@@ -416,8 +415,8 @@ class WeightsFromDiskBody(msgspec.Struct, forbid_unknown_fields=True):
     """`POST /update_weights_from_disk`. `model_path`: a checkpoint on this server's hosts.
 
     `drain_timeout_secs`: seconds that running requests have to end, unless `abort_all_requests`. `keep_pause`: no
-    request is computed until `/continue_generation`. `token_step`, `is_async`, `torch_empty_cache` and
-    `recapture_cuda_graph` change nothing.
+    request is computed until `/continue_generation`. `prepare_only`: load, and keep for a later call. `token_step`,
+    `is_async`, `torch_empty_cache` and `recapture_cuda_graph` change nothing.
     """
 
     model_path: str
@@ -427,6 +426,7 @@ class WeightsFromDiskBody(msgspec.Struct, forbid_unknown_fields=True):
     flush_cache: bool = True
     keep_pause: bool = False
     drain_timeout_secs: float | None = None
+    prepare_only: bool = False
     is_async: bool = False
     torch_empty_cache: bool = False
     recapture_cuda_graph: bool = False
