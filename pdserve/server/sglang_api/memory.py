@@ -50,17 +50,16 @@ def memory_released() -> RequestError:
 
 
 class MemoryEndpoints:
-    """The endpoints of one server. Event loop only; one release or resume at a time."""
+    """The endpoints of one server. Event loop only; one change of memory or weights at a time."""
 
     def __init__(self, context: ServerContext, drain_gate: DrainGate) -> None:
         self._context, self._gate = context, drain_gate
-        self._lock = asyncio.Lock()
         self._released: tuple[str, ...] = ()
 
     async def release_memory_occupation(self, request: Request) -> Response:
         """Give memory back to the system; 400 while requests run."""
         tags = await self._tags(request)
-        async with self._lock:
+        async with self._exclusive():
             self._context.client.require_ready()
             if not is_released(self._gate):
                 self._gate.require_open()
@@ -75,7 +74,7 @@ class MemoryEndpoints:
     async def resume_memory_occupation(self, request: Request) -> Response:
         """Take memory again."""
         tags = await self._tags(request)
-        async with self._lock:
+        async with self._exclusive():
             self._context.client.require_ready()
             if self._released:
                 reply = await self._command_resume(tags)
@@ -101,6 +100,13 @@ class MemoryEndpoints:
         return Response(data, media_type="application/json")
 
     # ------------------------------------------------------------------ inside
+
+    def _exclusive(self) -> asyncio.Lock:
+        """Return the lock under which memory and weights change. Raises a 409 while they do."""
+        lock = self._context.changing_weights.lock
+        if lock.locked():
+            raise RequestError("weights or memory of this server are changing", status=409, code="weights_busy")
+        return lock
 
     async def _release(self, tags: Sequence[str]) -> None:
         if self._gate.num_inside:

@@ -35,7 +35,7 @@ from pdserve.server.request.schemas import (
     WeightsFromTensorBody,
     WeightsGroupBody,
 )
-from pdserve.server.sglang_api.weights import REPLY_S, run_update
+from pdserve.server.sglang_api.weights import REPLY_S, Preparation, run_update, take_prepared
 
 SHARED_MEMORY = Path("/dev/shm")
 _OBJECT_NAME = re.compile(r"/?[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
@@ -78,7 +78,7 @@ async def update_weights_from_tensor(context: ServerContext, request: Request) -
             files = [_object_path(name, most_bytes) for name in names]
         return await run_update(
             context,
-            lambda i: PrepareTensors(query_id=i, files=tuple(files)),
+            Preparation(object(), lambda i: PrepareTensors(query_id=i, files=tuple(files))),
             body.weight_version,
             abort_all=body.abort_all_requests,
             keep_pause=body.keep_pause,
@@ -94,7 +94,7 @@ async def update_weights_from_distributed(context: ServerContext, request: Reque
     group = _group_name(body.group_name)
     return await run_update(
         context,
-        lambda i: PrepareTensors(query_id=i, group=group, sent=sent),
+        Preparation(object(), lambda i: PrepareTensors(query_id=i, group=group, sent=sent)),
         body.weight_version,
         abort_all=body.abort_all_requests,
         keep_pause=body.keep_pause,
@@ -144,9 +144,11 @@ async def destroy_weights_update_group(context: ServerContext, request: Request)
 
 async def _group_command(context: ServerContext, make: Any, timeout_s: float, done: str) -> Response:
     context.client.require_ready()
-    if context.changing_weights.locked():
+    change = context.changing_weights
+    if change.lock.locked():
         raise RequestError("an update of the weights is running", status=409, code="weights_busy")
-    async with context.changing_weights:
+    async with change.lock:
+        take_prepared(change)  # the engine drops it
         reply = await context.client.command(make, timeout_s)
     if not reply.ok:
         field = next((each for each in _GROUP_FIELDS if f"{each}: " in reply.message), None)
