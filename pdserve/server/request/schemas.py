@@ -17,6 +17,7 @@ from pdserve.server.request.field_types import (
     DecodedIds,
     Flags,
     Hosts,
+    InputEmbeds,
     JsonSchema,
     Names,
     PickedIds,
@@ -41,8 +42,7 @@ Priority = Annotated[int, msgspec.Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
 """
 
 UNSUPPORTED_NATIVE = (
-    "audio_data", "custom_logit_processor", "image_data", "input_embeds",
-    "return_routed_experts", "session_params", "video_data",
+    "audio_data", "custom_logit_processor", "image_data", "return_routed_experts", "session_params", "video_data",
 )  # fmt: skip
 UNSUPPORTED_OPENAI = (
     "custom_logit_processor", "input_embeds", "lora_path", "return_hidden_states", "session_params",
@@ -94,6 +94,7 @@ class GenerateBody(msgspec.Struct):
 
     text: Texts = None
     input_ids: TokenIds = None
+    input_embeds: InputEmbeds = None
     sampling_params: SamplingFields = None
     stream: bool | None = None
     return_logprob: Flags = None
