@@ -40,7 +40,10 @@ class NamedChart:
 def line_chart(
     title: str, x_name: str, y_name: str, series: Sequence[ChartSeries], y_end: float | None = None
 ) -> NamedChart:
-    """Draw curves over linear axes from 0 to the largest value, or to `y_end`. The legend has as many lines as it needs."""
+    """Draw curves over linear axes from 0 to the largest value, or to `y_end`.
+
+    The legend has as many lines as it needs.
+    """
     svg = Svg(WIDTH, HEIGHT)
     svg.text(16, 24, title, "title")
     x, y = 16.0, 42.0
