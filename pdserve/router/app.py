@@ -16,6 +16,7 @@ import orjson
 from aiohttp import web
 
 import pdserve
+from pdserve.base.log_ring import PATH as LOGS_PATH
 from pdserve.http.access import (
     COUNT_TOKENS_PATH,
     GENERATING,
@@ -25,6 +26,7 @@ from pdserve.http.access import (
     BodyBudget,
 )
 from pdserve.observe.history import PATH as HISTORY_PATH
+from pdserve.observe.history import History
 from pdserve.observe.interval_stats import RouterStats, log_router_stats
 from pdserve.observe.tracing import open_tracing
 from pdserve.router.config.config import RouterConfig
@@ -112,8 +114,9 @@ class RouterApp:
         )
         self._migrator = Migrator(config, self.registry, self.admission, session, self.metrics, self._drain, rng)
         self._replication = PrefixReplication(config, self.registry, session, rng)
-        self._observer = Observer(config, self.registry, self.admission, session, self._drain)
-        self.history = RouterHistory(self._observer, self.admission)
+        history = History()
+        self._observer = Observer(config, self.registry, self.admission, session, self._drain, history.failures)
+        self.history = RouterHistory(self._observer, self.admission, history)
         self._engine_metrics = EngineMetrics(config, self.registry, session, self.admission.now)
         self._openapi = OpenApi(self._fanout, FORWARDED, self.routes, with_keys=config.access.keys.some)
         self._page = DashboardPage()
@@ -246,6 +249,7 @@ class RouterApp:
             web.get(OPENAPI_PATH, self._openapi.get),
             *self._openapi.page_routes(),
             web.get(OBSERVE_PATH, self._observer.get),
+            web.get(LOGS_PATH, self._fanout.logs),
             web.get(HISTORY_PATH, self.history.get),
             *self._page.routes(),
         ]

@@ -16,11 +16,14 @@ from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
+from pdserve.base.log_ring import MAX_LINES
+from pdserve.base.log_ring import PATH as LOGS_PATH
 from pdserve.base.proof import token_id
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.errors import EngineDeadError
 from pdserve.http.access import (
     COUNT_TOKENS_PATH,
+    EMBEDDINGS_PATH,
     GENERATING,
     MESSAGES_PATH,
     OLLAMA_CHAT_PATH,
@@ -28,6 +31,7 @@ from pdserve.http.access import (
     OLLAMA_SHOW_PATH,
     OLLAMA_TAGS_PATH,
     OLLAMA_VERSION_PATH,
+    POOLING,
     RESTORE_PATH,
     SNAPSHOT_TYPE,
 )
@@ -60,6 +64,8 @@ from pdserve.server.openai.completions import completions
 from pdserve.server.openai.responses.endpoint import responses
 from pdserve.server.openai.responses.schemas import ResponsesBody
 from pdserve.server.pairing.single_requests import SingleRequests
+from pdserve.server.pooling_api.embeddings import embeddings
+from pdserve.server.pooling_api.schemas import EmbeddingsBody
 from pdserve.server.request.constraints import GrammarCheck
 from pdserve.server.request.schemas import (
     AbortBody,
@@ -101,6 +107,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/responses": ResponsesBody,
     MESSAGES_PATH: MessagesBody,
     COUNT_TOKENS_PATH: MessagesBody,
+    EMBEDDINGS_PATH: EmbeddingsBody,
     OLLAMA_CHAT_PATH: OllamaChatBody,
     OLLAMA_GENERATE_PATH: OllamaGenerateBody,
     OLLAMA_SHOW_PATH: OllamaShowBody,
@@ -139,6 +146,12 @@ INPUTS = openapi.Inputs(
         "/flush_cache": {"timeout": {"type": "number", "minimum": 0, "maximum": admin.MAX_FLUSH_WAIT_S}},
         "/v1/loads": {"dp_rank": {"type": "integer", "minimum": 0}},
         HISTORY_PATH: {name: {"type": "number", "minimum": 0} for name in ("seconds", "since")},
+        LOGS_PATH: {"lines": {"type": "integer", "minimum": 1, "maximum": MAX_LINES}},
+        "/v1/models": {
+            "limit": {"type": "integer", "minimum": 1, "maximum": models.MAX_LIMIT},
+            "after_id": {"type": "string"},
+            "before_id": {"type": "string"},
+        },
         RESTORE_PATH: {"kv": {"type": "string", "enum": list(KV_RULES)}},
         CHALLENGE_PATH: {"nonce": {"type": "string", "pattern": "^[0-9a-f]{32}$"}},
     },
@@ -266,6 +279,7 @@ ROUTES: tuple[tuple[str, str, str, Endpoint], ...] = (
     ("post_responses", "POST", "/v1/responses", responses),
     ("post_messages", "POST", MESSAGES_PATH, messages),
     ("post_count_tokens", "POST", COUNT_TOKENS_PATH, count_tokens),
+    ("post_embeddings", "POST", EMBEDDINGS_PATH, embeddings),
     ("post_ollama_chat", "POST", OLLAMA_CHAT_PATH, ollama_chat),
     ("post_ollama_generate", "POST", OLLAMA_GENERATE_PATH, ollama_generate),
     ("post_ollama_show", "POST", OLLAMA_SHOW_PATH, ollama_show),
@@ -289,6 +303,7 @@ ROUTES: tuple[tuple[str, str, str, Endpoint], ...] = (
     ("get_weight_version", "GET", "/weight_version", admin.weight_version),
     ("get_version", "GET", "/version", admin.version),
     ("get_metrics", "GET", "/metrics", admin.metrics),
+    ("get_logs", "GET", LOGS_PATH, admin.logs),
     ("get_models", "GET", "/v1/models", models.list_models),
     ("get_model", "GET", "/v1/models/{name:path}", models.get_model),
     ("flush_cache", "POST", "/flush_cache", admin.flush_cache),
@@ -321,7 +336,7 @@ def _add_routes(
         app.add_api_route(f"/{command}", take, methods=["POST"], name=f"post_{command}", response_model=None)
     for name, methods, path, endpoint in ROUTES:
         handle = context.bind(endpoint)
-        if single is not None and path in GENERATING:
+        if single is not None and path in GENERATING and path not in POOLING:
             handle = single.wrap(path, handle)
         app.add_api_route(path, handle, methods=methods.split(), name=name, response_model=None)
     app.add_api_route(

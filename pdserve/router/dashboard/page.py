@@ -19,7 +19,7 @@ from pdserve.http.errors import HttpRefusal
 from pdserve.http.page_files import DASHBOARD_PATH, INDEX, PAGE_FILES, read_page_files
 from pdserve.observe.history import INTERVAL_S, History, StoreTraffic
 from pdserve.router.config.config import WorkerRole
-from pdserve.router.dashboard.cluster_snapshot import ObserveReply, StateSnapshot
+from pdserve.router.dashboard.cluster_snapshot import EdgeSnapshot, ObserveReply, StateSnapshot
 from pdserve.router.dashboard.observe import Observer
 from pdserve.router.http import json_response, refused
 from pdserve.router.workers.admission import Admission
@@ -30,6 +30,7 @@ SUMMED = (
     *("running", "queued", "tokens_per_s", "kv_device_used", "kv_device_total", "kv_host_used", "kv_host_total"),
     *("kv_store_read", "kv_store_written"),
 )
+AVERAGED = ("accept_length", "cache_hit_rate")
 
 
 class DashboardPage:
@@ -64,8 +65,8 @@ class DashboardPage:
 class RouterHistory:
     """The sampler and the handler; one per router."""
 
-    def __init__(self, observer: Observer, admission: Admission) -> None:
-        self.history = History()
+    def __init__(self, observer: Observer, admission: Admission, history: History) -> None:
+        self.history = history
         self._observer = observer
         self._admission = admission
         self._traffic: dict[Worker, StoreTraffic] = {}
@@ -93,6 +94,8 @@ class RouterHistory:
         fleet = summed(gauges.values())
         fleet["queued"] = (fleet["queued"] or 0) + self._admission.num_waiting
         fleet["running"] = sum(worker.inflight for worker in answers if worker.spec.role is not WorkerRole.PREFILL)
+        known = [answer for answer in answers.values() if answer is not None]
+        fleet["kv_transfer"] = transfer_rate([edge for answer in known for edge in answer.edges])
         self.history.record(time.time(), fleet, {worker.spec.url: found for worker, found in gauges.items()})
 
     def _gauges(self, worker: Worker, answer: ObserveReply | None, now: float) -> Gauges:
@@ -105,6 +108,9 @@ class RouterHistory:
         found["accept_length"] = answer.rates.spec_accept_length or None
         if worker.spec.role is not WorkerRole.PREFILL:
             found["tokens_per_s"] = answer.rates.generation_tokens_per_s
+        if worker.spec.role is not WorkerRole.DECODE:
+            found["cache_hit_rate"] = answer.rates.cache_hit_rate
+        found["kv_transfer"] = transfer_rate(answer.edges)
         tiers = [state.tiers for state in states if state.tiers.store is not None]
         if tiers:
             read = sum(tier.store_read_bytes or 0 for tier in tiers)
@@ -129,13 +135,23 @@ def state_gauges(states: list[StateSnapshot]) -> Gauges:
     return found
 
 
+def transfer_rate(edges: Iterable[EdgeSnapshot]) -> float | None:
+    """Return the bytes a second of all KV transfers, each of which one or two servers report; None without a report."""
+    rates: dict[tuple[str | None, str | None], float] = {}
+    for edge in edges:
+        ends = edge.source, edge.target
+        rates[ends] = max(rates.get(ends, 0.0), edge.gb_per_s * 1e9)
+    return sum(rates.values()) if rates else None
+
+
 def summed(gauges: Iterable[Gauges]) -> Gauges:
-    """Return the fleet's gauges: sums, and the mean accept length of the workers that verify drafts."""
+    """Return the fleet's gauges: sums, and the means of accept length and hit rate over the workers that have them."""
     found = list(gauges)
     total: Gauges = {}
     for name in SUMMED:
         values = [value for one in found if (value := one.get(name)) is not None]
         total[name] = sum(values) if values else None
-    lengths = [length for one in found if (length := one.get("accept_length")) is not None]
-    total["accept_length"] = sum(lengths) / len(lengths) if lengths else None
+    for name in AVERAGED:
+        values = [value for one in found if (value := one.get(name)) is not None]
+        total[name] = sum(values) / len(values) if values else None
     return total

@@ -42,7 +42,7 @@ Priority = Annotated[int, msgspec.Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
 
 UNSUPPORTED_NATIVE = (
     "audio_data", "custom_logit_processor", "image_data", "input_embeds",
-    "return_hidden_states", "return_routed_experts", "session_params", "video_data",
+    "return_routed_experts", "session_params", "video_data",
 )  # fmt: skip
 UNSUPPORTED_OPENAI = (
     "custom_logit_processor", "input_embeds", "lora_path", "return_hidden_states", "session_params",
@@ -102,6 +102,7 @@ class GenerateBody(msgspec.Struct):
     token_ids_logprob: PickedIds = None
     return_text_in_logprobs: bool | None = None
     return_prompt_token_ids: bool | None = None
+    return_hidden_states: Flags = None
     rid: Names = None
     priority: Priority | None = None
     data_parallel_rank: int | None = None
