@@ -319,7 +319,7 @@ class KernelConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GrammarConfig:
-    """Structured output."""
+    """Structured output and logit processors."""
 
     grammar_backend: Literal["llguidance", "none"] = flag(
         "llguidance", help="engine of json_schema, regex, ebnf and structural_tag; none: such requests are refused"
@@ -336,6 +336,17 @@ class GrammarConfig:
     grammar_compile_timeout: float = flag(
         1.0, help="CPU seconds to compile a request's grammar; requests whose grammars take longer are refused"
     )
+    logit_processors: str | None = flag(
+        None,
+        help="logit processors that requests may name as custom_logit_processor, separated by blanks or commas: entry "
+        "points of installed packages (group pdserve.logit_processors)",
+        many=True,
+    )
+
+    @property
+    def processor_names(self) -> tuple[str, ...]:
+        """The names in `logit_processors`."""
+        return tuple(filter(None, (self.logit_processors or "").split(",")))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -20,11 +20,12 @@ from pdserve.executor.draft_loading import load_draft_model
 from pdserve.executor.drafter import Drafter, draft_pool
 from pdserve.executor.grammar_rows import GrammarRows
 from pdserve.executor.local_executor import LocalExecutor
+from pdserve.executor.logit_processors import LogitProcessors
 from pdserve.executor.loras import LoraAdapters, check_adapters, make_loras
 from pdserve.executor.model_loading import LoadedModel, ModelToLoad, load, read_model
 from pdserve.executor.model_runner import NativeDecode
 from pdserve.executor.pools import Agree, PoolDemand, captured_sizes, longest_chunk, make_pools, size_pools
-from pdserve.executor.sampler import choose_with_torch
+from pdserve.executor.sampler import Sampler, TokenSampler, choose_with_torch
 from pdserve.grammar.compile import JsonRules
 from pdserve.grammar.vocabulary import Vocabulary
 from pdserve.memory.draft_groups import with_draft
@@ -201,10 +202,10 @@ def _executor(
         context_length=context_length,
         device=wanted.device, overlap=config.schedule.disable_overlap_schedule is False,
         grammars=_grammars(wanted), returns_results=returns_results,
-        choose=choose_with_torch if kernels is None else kernels.chooser(),
+        sampler=_sampler(wanted, choose_with_torch if kernels is None else kernels.chooser()),
         decode=None if kernels is None else NativeDecode(kernels.decode, kernels.max_native_rows, kernels.tapped),
         returns_prompt_results=not config.kernels.enable_deterministic_inference,
-        processed_logprobs=config.model.logprobs_mode == "processed", drafter=drafter,
+        drafter=drafter,
         fold=attention.fold if isinstance(attention, StateBackend) else None, max_forced=max_drafts, loras=loras,
     )  # fmt: skip
 
@@ -232,6 +233,13 @@ def make_ready(executor: LocalExecutor, config: ServerConfig, max_rows: int, con
         executor.capture_decode(sizes)
     else:
         _LOG.info("decode steps are not captured: disable_cuda_graph is set")
+
+
+def _sampler(model: ModelToLoad, choose: TokenSampler) -> Sampler:
+    """Make the `Sampler` of this rank; without logit processors on ranks that do not sample."""
+    config = model.config
+    names = config.grammar.processor_names if is_sampler(model.parallel.coord) else ()
+    return Sampler(choose, config.model.logprobs_mode == "processed", LogitProcessors.load(names))
 
 
 def _grammars(model: ModelToLoad) -> GrammarRows:

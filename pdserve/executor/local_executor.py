@@ -44,7 +44,7 @@ from pdserve.executor.model_runner import (
 )
 from pdserve.executor.page_copies import HostTierCopies
 from pdserve.executor.prompt_logprobs import PromptLogprobParams, PromptLogprobRange, pack_scores, read_prompt_logprobs
-from pdserve.executor.sampler import Found, TokenSampler, choose_with_torch, d2h_copy, d2h_copy_after, to_host
+from pdserve.executor.sampler import Found, Sampler, d2h_copy, d2h_copy_after, to_host
 from pdserve.executor.slot_stamps import SlotCopies, SlotStamps, StampWrites, copy_slots
 from pdserve.executor.verify import Fold, PendingRows, StepDrafts, shorten, state_slots, take_apart
 from pdserve.executor.warm_up import warm_up
@@ -95,11 +95,10 @@ class LocalExecutor(HostTierCopies):
     `grammars`: the rows with a grammar, on the rank that samples. Without it every request with a grammar fails.
     With `overlap`, a thread computes the steps on CPU, and `close` ends it. On CUDA `launch` never waits.
 
-    With `returns_results` False this rank returns no tokens; a step is resolved when its part is computed. `choose`
-    picks tokens from logits. `decode` computes small decode steps in one call, see `NativeDecodePath`. With
-    `returns_prompt_results` False the model computes prompt tokens as it computes decoded ones. `processed_logprobs`:
-    see `sample`; log probabilities of prompt tokens are always the model's own. `drafter` proposes tokens for the next
-    step of each row that samples; None: no model drafts.
+    With `returns_results` False this rank returns no tokens; a step is resolved when its part is computed. `sampler`
+    None: torch picks the tokens. `decode` computes small decode steps in one call, see `NativeDecodePath`. With
+    `returns_prompt_results` False the model computes prompt tokens as it computes decoded ones. `drafter` proposes
+    tokens for the next step of each row that samples; None: no model drafts.
 
     `fold` folds the pending tokens of state slots, for models with recurrent layers that take drafts. `max_forced`:
     most tokens forced by its grammar that `StepResult.drafts` offers for a row. `loras`: adapters of rows; None: off.
@@ -118,10 +117,9 @@ class LocalExecutor(HostTierCopies):
         overlap: bool = False,
         grammars: GrammarRows | None = None,
         returns_results: bool = True,
-        choose: TokenSampler = choose_with_torch,
+        sampler: Sampler | None = None,
         decode: NativeDecode | None = None,
         returns_prompt_results: bool = True,
-        processed_logprobs: bool = False,
         drafter: ModelDrafter | None = None,
         fold: Fold | None = None,
         max_forced: int = 0,
@@ -130,10 +128,7 @@ class LocalExecutor(HostTierCopies):
         self._model = model
         self._attention = attention
         self._drafter = drafter
-        self._model_runner = ModelRunner(
-            model, attention, choose, processed_logprobs=processed_logprobs,
-            taps=None if drafter is None else drafter.taps,
-        )  # fmt: skip
+        self._model_runner = ModelRunner(model, attention, sampler, taps=None if drafter is None else drafter.taps)
         self._layout, self._loras = layout, loras
         self.pools, self._table = pools, table
         self.device = device

@@ -52,7 +52,15 @@ from pdserve.ranks.pre_step import IdleBatches
 from pdserve.scheduler.context import SchedulerContext
 from pdserve.scheduler.loop_times import Heartbeat, LoopTimes
 from pdserve.scheduler.outbox import log_admitted
-from pdserve.scheduler.request import EVICTED, GRAMMAR_FAILED, EvictionOrder, PriorityRules, Req, Times
+from pdserve.scheduler.request import (
+    EVICTED,
+    GRAMMAR_FAILED,
+    PROCESSOR_FAILED,
+    EvictionOrder,
+    PriorityRules,
+    Req,
+    Times,
+)
 from pdserve.scheduler.role_switcher import RoleSwitcher
 from pdserve.scheduler.roles.base import SchedulerRole, audit_holds
 from pdserve.scheduler.snapshots import MOVING, NOT_LIVE, SUSPENDED, RequestExtractor, check_adapter
@@ -280,7 +288,7 @@ class Scheduler:
             req = self.role.live.get(row.rid)
             if req is not None and req.row == row.row:
                 self.context.counters["grammars_failed"] += 1
-                self.role.end(req, GRAMMAR_FAILED)
+                self.role.end(req, GRAMMAR_FAILED if req.spec.sampling.processor is None else PROCESSOR_FAILED)
 
     def state(self) -> EngineState:
         """Return the snapshot behind `/get_server_info` and `/metrics`."""
