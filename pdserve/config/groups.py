@@ -17,6 +17,7 @@ from pdserve.config.access_group import AccessConfig, flag
 from pdserve.config.kv_events_group import Endpoint, KVEventsConfig, parse_kv_events, parse_load_endpoint
 from pdserve.config.lora_group import LoraConfig
 from pdserve.config.pairing_group import PairingConfig
+from pdserve.config.responses_group import ResponseStoreConfig
 from pdserve.config.schedule_group import ScheduleConfig
 from pdserve.config.speculative_group import SpeculativeConfig
 from pdserve.config.tier_group import StorageConfig, TierConfig
@@ -465,6 +466,7 @@ class ServerConfig:
     speculative: SpeculativeConfig = SpeculativeConfig()
     lora: LoraConfig = LoraConfig()
     grammar: GrammarConfig = GrammarConfig()
+    responses: ResponseStoreConfig = ResponseStoreConfig()
     serving: ServingConfig = ServingConfig()
     access: AccessConfig = AccessConfig()
     observe: ObserveConfig = ObserveConfig()

@@ -61,6 +61,7 @@ def check(config: ServerConfig) -> None:
     config.access.check()
     config.speculative.check(config.model.model_path, config.parallel.pp_size)
     config.lora.check((config.model.model_path, config.model.served_model_name))
+    config.responses.check()
     config.accepted.check()
     _check_observe(config.observe)
     events = parse_kv_events(config.observe.kv_events_config, config.parallel.dp_size)

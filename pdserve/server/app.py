@@ -28,9 +28,11 @@ from pdserve.http.access import (
     OLLAMA_SHOW_PATH,
     OLLAMA_TAGS_PATH,
     OLLAMA_VERSION_PATH,
+    RESPONSES_PATH,
     RESTORE_PATH,
     SNAPSHOT_TYPE,
 )
+from pdserve.http.response_store import CANCEL_PATH, ITEMS_PATH, MAX_ITEMS, RESPONSE_PATH, ResponseStore
 from pdserve.http.session_proof import CHALLENGE_PATH
 from pdserve.observe.history import PATH as HISTORY_PATH
 from pdserve.observe.interval_stats import log_server_stats
@@ -57,6 +59,7 @@ from pdserve.server.ollama_api.schemas import OllamaChatBody, OllamaGenerateBody
 from pdserve.server.openai import models
 from pdserve.server.openai.chat import chat_completions
 from pdserve.server.openai.completions import completions
+from pdserve.server.openai.responses import stored
 from pdserve.server.openai.responses.endpoint import responses
 from pdserve.server.openai.responses.schemas import ResponsesBody
 from pdserve.server.pairing.single_requests import SingleRequests
@@ -138,6 +141,11 @@ INPUTS = openapi.Inputs(
     {
         "/flush_cache": {"timeout": {"type": "number", "minimum": 0, "maximum": admin.MAX_FLUSH_WAIT_S}},
         "/v1/loads": {"dp_rank": {"type": "integer", "minimum": 0}},
+        ITEMS_PATH: {
+            "order": {"enum": ["asc", "desc"]},
+            "limit": {"type": "integer", "minimum": 1, "maximum": MAX_ITEMS},
+            "after": {"type": "string"},
+        },
         HISTORY_PATH: {name: {"type": "number", "minimum": 0} for name in ("seconds", "since")},
         RESTORE_PATH: {"kv": {"type": "string", "enum": list(KV_RULES)}},
         CHALLENGE_PATH: {"nonce": {"type": "string", "pattern": "^[0-9a-f]{32}$"}},
@@ -224,6 +232,7 @@ def create_app(
         dict(config.lora.adapters) if adapters is None else adapters,
         prefill_servers=None if single is None else single.servers.facts,
         suspended=store,
+        responses=ResponseStore(config.responses.limits, time.monotonic),
     )  # fmt: skip
     install_error_handlers(app)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
@@ -264,6 +273,10 @@ ROUTES: tuple[tuple[str, str, str, Endpoint], ...] = (
     ("post_chat_completions", "POST", "/v1/chat/completions", chat_completions),
     ("post_completions", "POST", "/v1/completions", completions),
     ("post_responses", "POST", "/v1/responses", responses),
+    ("get_response", "GET", RESPONSE_PATH, stored.get_response),
+    ("delete_response", "DELETE", RESPONSE_PATH, stored.delete_response),
+    ("post_cancel_response", "POST", CANCEL_PATH, stored.cancel_response),
+    ("get_response_items", "GET", ITEMS_PATH, stored.response_items),
     ("post_messages", "POST", MESSAGES_PATH, messages),
     ("post_count_tokens", "POST", COUNT_TOKENS_PATH, count_tokens),
     ("post_ollama_chat", "POST", OLLAMA_CHAT_PATH, ollama_chat),
@@ -323,6 +336,8 @@ def _add_routes(
         handle = context.bind(endpoint)
         if single is not None and path in GENERATING:
             handle = single.wrap(path, handle)
+        if path == RESPONSES_PATH:
+            handle = stored.with_history(context, handle, pairs=single is not None)
         app.add_api_route(path, handle, methods=methods.split(), name=name, response_model=None)
     app.add_api_route(
         "/health_pair", PairProbes(context).post, methods=["POST"], name="post_health_pair", response_model=None

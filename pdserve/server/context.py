@@ -18,6 +18,7 @@ from pdserve.base.proof import NO_TOKEN_ID
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.config.lora_group import ANY_MODEL
 from pdserve.errors import RequestError
+from pdserve.http.response_store import ResponseStore
 from pdserve.observe.metrics import ServerMetrics
 from pdserve.protocol.messages import GenerateRequest
 from pdserve.protocol.sampling import Grammar
@@ -76,6 +77,8 @@ class ServerContext:
     """`base.proof.token_id` of this server's control token."""
     adapters: dict[str, str] = dataclasses.field(default_factory=dict)
     """Directories of the loaded LoRA adapters, by name. `/load_lora_adapter` and `/unload_lora_adapter` change it."""
+    responses: ResponseStore | None = None
+    """The stored responses of `/v1/responses`; None: there is no such path, as in an `LLM`."""
     suspended: SnapshotStore | None = None
     """The suspended requests; None: they are kept elsewhere, as those of an `LLM`."""
     restored: RestoredRequest | None = None
