@@ -19,7 +19,8 @@ Errors in pdserve itself are assertions, not these exceptions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -72,6 +73,14 @@ class RequestError(PdserveError):
     def renamed(self, message: str, field: str | None) -> RequestError:
         """Return this error with another message and field, for a client that knows the field by another name."""
         return RequestError(message, field=field, status=self.status, code=self.code, retry_after_s=self.retry_after_s)
+
+    def with_names(self, names: Iterable[tuple[re.Pattern[str], str]]) -> RequestError:
+        """Return this error with each pattern replaced by its name, in the message and in the field."""
+        message, field = self.message, self.field
+        for theirs, ours in names:
+            message = theirs.sub(ours, message)
+            field = None if field is None else theirs.sub(ours, field)
+        return self.renamed(message, field)
 
 
 class GrammarError(PdserveError):

@@ -28,6 +28,7 @@ from typing import Literal
 from pdserve.base.cpu_affinity import cores_of, granted_cores, pin_process
 from pdserve.base.env import control_token, keep_openmp_from_spinning
 from pdserve.base.log import setup_logging
+from pdserve.base.log_ring import LogRing, keep_lines_in, ring_of_child
 from pdserve.base.native_stderr import StderrReader, redirect_native_stderr
 from pdserve.base.process import ENDING, die_with_parent, raise_if_signalled
 from pdserve.base.startup_progress import StartupProgress
@@ -129,6 +130,7 @@ class EngineProcesses:
         ]
         self._processes: list[BaseProcess] = []
         self._stderrs: dict[BaseProcess, StderrReader] = {}
+        self._rings: list[LogRing] = []
 
     def start(self) -> None:
         """Spawn all processes; a signal that arrives meanwhile is raised at the end.
@@ -138,16 +140,21 @@ class EngineProcesses:
         context = multiprocessing.get_context("spawn")
         with _signals_deferred():
             for start in self.starts:
-                stderr = StderrReader(start.name)
-                process = context.Process(target=rank_main, args=(start, stderr.write_end), name=start.name)
+                stderr, ring = StderrReader(start.name), ring_of_child(start.name)
+                handle = ring.handle
+                args = (start, stderr.write_end, handle)
+                process = context.Process(target=rank_main, args=args, name=start.name)
                 try:
                     process.start()
                 except BaseException:
                     stderr.close()
                     raise
+                finally:
+                    handle.close()
                 stderr.begin(process.pid or 0)
                 self._processes.append(process)
                 self._stderrs[process] = stderr
+                self._rings.append(ring)
         if self.cores_left:
             pin_process(self.cores_left)
 
@@ -165,8 +172,8 @@ class EngineProcesses:
 
     def rename(self, role: str) -> None:
         """Name the processes after the role that they have taken."""
-        for process, start in zip(self._processes, self.starts, strict=True):
-            process.name = start.name_in(role)
+        for process, ring, start in zip(self._processes, self._rings, self.starts, strict=True):
+            process.name = ring.name = start.name_in(role)
 
     @property
     def refused(self) -> bool:
@@ -220,11 +227,16 @@ class EngineProcesses:
             process.join(max(0.0, deadline - time.monotonic()))
 
 
-def rank_main(start: RankStartInfo, native_stderr: Connection | None = None) -> None:
+def rank_main(
+    start: RankStartInfo, native_stderr: Connection | None = None, log_ring: Connection | None = None
+) -> None:
     """Main function of a rank's process. SIGINT is ignored: the parent handles Ctrl-C.
 
-    `native_stderr`: pipe for what native libraries print; None: it stays on stderr.
+    `native_stderr`: pipe for what native libraries print; None: it stays on stderr. `log_ring`: the parent's ring for
+    log lines; None: this process has its own.
     """
+    if log_ring is not None:
+        keep_lines_in(start.name, log_ring)
     if native_stderr is not None:
         redirect_native_stderr(native_stderr)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -5,11 +5,12 @@
 #
 #   scripts/setup_peers.sh [vllm] [openvino] [llama]       all of them by default
 #   scripts/setup_peers.sh dynamo                          Dynamo's KV indexer, for tests/rules/test_gateways.py
+#   scripts/setup_peers.sh sglang_bench                    SGLang's benchmark client, for benchmarks/compare_bench.py
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 HOME_DIR="$PWD/.venv-peers"
-VLLM=0.32.0 TORCHVISION=0.28.0 OPENVINO=2026.4.1.0 LLAMA=11434.0.0 DYNAMO=1.6.1
+VLLM=0.32.0 TORCHVISION=0.28.0 OPENVINO=2026.4.1.0 LLAMA=11434.0.0 DYNAMO=1.6.1 SGLANG=0.5.23
 PYTHON="${PYTHON:-python3}"
 mkdir -p "$HOME_DIR"
 
@@ -57,6 +58,20 @@ install_dynamo() {
     new_venv dynamo || return 0
     "$HOME_DIR/dynamo/bin/python" -m pip --disable-pip-version-check -q install "ai-dynamo-runtime==$DYNAMO"
     touch "$HOME_DIR/dynamo/.done"
+}
+
+install_sglang_bench() { # its client alone: the modules that import the engine get the two names that the client needs
+    new_venv sglang_bench || return 0
+    local python="$HOME_DIR/sglang_bench/bin/python" package
+    "$python" -m pip --disable-pip-version-check -q install aiohttp datasets msgspec numpy orjson pillow psutil pybase64 \
+        pyzmq requests tqdm transformers
+    "$python" -m pip --disable-pip-version-check -q install --no-deps --no-compile "sglang==$SGLANG"
+    package=$("$python" -c "import sysconfig; print(sysconfig.get_path('purelib') + '/sglang')")
+    : >"$package/__init__.py"
+    : >"$package/srt/utils/__init__.py"
+    : >"$package/srt/disaggregation/__init__.py"
+    echo 'FAKE_BOOTSTRAP_HOST = "2.2.2.2"' >"$package/srt/disaggregation/utils.py"
+    touch "$HOME_DIR/sglang_bench/.done"
 }
 
 install_llama() {

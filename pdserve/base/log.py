@@ -32,6 +32,8 @@ from typing import Any, Literal
 
 import orjson
 
+from pdserve.base.log_ring import ring_handler
+
 Level = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 QUIET = ("aiohttp.access", "asyncio", "httpx", "httpcore", "httpx2", "urllib3", "transformers")
@@ -148,15 +150,16 @@ def json_line(line: dict[str, Any]) -> str:
 
 
 def setup_logging(level: Level, role: str, log_format: LogFormat = "text") -> None:
-    """Send all logs and Python warnings at or above `level` to stderr. Replaces earlier handlers.
+    """Send all logs and Python warnings at or above `level` to stderr and to the ring. Replaces earlier handlers.
 
     With `json`, uncaught exceptions are lines as well.
     """
     global _chosen
     _chosen = log_format
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(OneLine(role) if log_format == "text" else JsonLine(role))
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    handlers = [logging.StreamHandler(sys.stderr), ring_handler(role)]
+    for handler in handlers:
+        handler.setFormatter(OneLine(role) if log_format == "text" else JsonLine(role))
+    logging.basicConfig(level=level.upper(), handlers=handlers, force=True)
     logging.captureWarnings(True)
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)

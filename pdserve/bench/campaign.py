@@ -130,7 +130,8 @@ class Campaign:
         """Search the highest rate at which the target's share of requests is within the limits.
 
         Doubles or halves the rate until one is within and one is not, then halves the interval between them; at most
-        `MAX_SEARCH_RUNS` runs.
+        `MAX_SEARCH_RUNS` runs. Ends at a run beyond the limits whose requests were never two at a time: a lower rate is
+        no better.
 
         Returns:
             The best rate (None: none was within) with its share, and the results of all runs.
@@ -148,7 +149,8 @@ class Campaign:
             else:
                 high = rate
             both = low > 0 and math.isfinite(high)
-            if both and high - low <= SEARCH_PRECISION * high:
+            alone = found["max_concurrent_requests"] <= 1 and not low
+            if (both and high - low <= SEARCH_PRECISION * high) or alone:
                 break
             rate = (low + high) / 2 if both else rate * (2 if low else 0.5)
         return {
@@ -166,7 +168,9 @@ class Campaign:
         sessions = plan.sessions(seed)
         drawn = arrival_times(len(sessions), point.rate, plan.burstiness, seed)
         arrivals = [at if one.at_s is None else one.at_s for one, at in zip(sessions, drawn, strict=True)]
-        self._progress.begin(f"{service.label}: {point}", sum(len(session.turns) for session in sessions))
+        timed = any(one.at_s is not None for one in sessions)
+        what = "times of the file" if timed else str(point)
+        self._progress.begin(f"{service.label}: {what}", sum(len(session.turns) for session in sessions))
         outcome = await self._load(service, sessions, arrivals, point.max_concurrency)
         found: Json = {
             "date": time.strftime("%Y%m%d-%H%M%S"),
@@ -176,7 +180,7 @@ class Campaign:
             "model_id": service.client.target.model,
             **plan.facts,
             "num_prompts": len(outcome.records),
-            "request_rate": "inf" if math.isinf(point.rate) else point.rate,
+            "request_rate": "trace" if timed else "inf" if math.isinf(point.rate) else point.rate,
             "burstiness": plan.burstiness,
             "max_concurrency": point.max_concurrency,
             "round": round_index,

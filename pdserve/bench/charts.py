@@ -12,6 +12,7 @@ from pdserve.bench.svg import Point, Svg, nice_top
 Json = dict[str, Any]
 WIDTH, HEIGHT = 640, 300
 LEFT, RIGHT, TOP, BASE = 64, WIDTH - 20, 76, HEIGHT - 44
+LEGEND_LINE = 18
 SERIES_COLOURS = ("pair", "peer1", "peer2", "own")
 LATENCIES = (("ttft", "Time to first token"), ("ttst", "Time to second token"), ("tpot", "Time per output token"),
              ("itl", "Inter-token latency"), ("e2el", "End-to-end latency"))  # fmt: skip
@@ -37,27 +38,32 @@ class NamedChart:
 
 
 def line_chart(title: str, x_name: str, y_name: str, series: Sequence[ChartSeries]) -> NamedChart:
-    """Draw curves over linear axes that begin at 0."""
+    """Draw curves over linear axes that begin at 0. The legend has as many lines as it needs."""
     svg = Svg(WIDTH, HEIGHT)
     svg.text(16, 24, title, "title")
-    x = 16.0
+    x, y = 16.0, 42.0
     for one in series:
-        svg.curve([(x, 42), (x + 22, 42)], one.colour, dashed=one.dashed)
-        svg.text(x + 28, 46, one.name, "note")
-        x += 46 + 6.4 * len(one.name)
+        width = 46 + 6.4 * len(one.name)
+        if x > 16 and x + width > WIDTH:
+            x, y = 16.0, y + LEGEND_LINE
+        svg.curve([(x, y), (x + 22, y)], one.colour, dashed=one.dashed)
+        svg.text(x + 28, y + 4, one.name, "note")
+        x += width
+    upper = TOP + y - 42
     points = [point for one in series for point in one.points]
     x_top, x_step = nice_top(max((point[0] for point in points), default=1) or 1)
     y_top, y_step = nice_top(max((point[1] for point in points), default=1) or 1)
     for tick in _ticks(y_top, y_step):
-        y = BASE - tick / y_top * (BASE - TOP)
+        y = BASE - tick / y_top * (BASE - upper)
         svg.line(LEFT, y, RIGHT, y, "grid")
         svg.text(LEFT - 8, y + 4, f"{tick:,.6g}", "tick end")
     for tick in _ticks(x_top, x_step):
         svg.text(LEFT + tick / x_top * (RIGHT - LEFT), BASE + 18, f"{tick:,.6g}", "tick middle")
-    svg.text(LEFT - 48, TOP - 12, y_name, "note")
+    svg.text(LEFT - 48, upper - 12, y_name, "note")
     svg.text(RIGHT, HEIGHT - 8, x_name, "note end")
     for one in series:
-        placed = [(LEFT + at / x_top * (RIGHT - LEFT), BASE - value / y_top * (BASE - TOP)) for at, value in one.points]
+        scale_x, scale_y = (RIGHT - LEFT) / x_top, (BASE - upper) / y_top
+        placed = [(LEFT + at * scale_x, BASE - value * scale_y) for at, value in one.points]
         svg.curve(placed, one.colour, dashed=one.dashed, marks=one.marks)
     return NamedChart(title=title, svg=svg)
 
@@ -92,7 +98,9 @@ def sweep_charts(results: Sequence[Json], colours: dict[str, str]) -> list[Named
             points = [(x, statistics.median(one[metric] for one in mine if one[field] == x)) for x in at]
             name = label + (f", {other.replace('_', ' ')} {value}" if several else "") + suffix
             if points:
-                colour = colours[label]
+                colour = (
+                    SERIES_COLOURS[groups.index((label, value)) % len(SERIES_COLOURS)] if several else colours[label]
+                )
                 found.append(ChartSeries(name=name, points=points, colour=colour, dashed=dashed, marks=True))
         return found
 

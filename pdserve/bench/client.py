@@ -172,6 +172,14 @@ def text_of(choice: Json) -> str:
     return "".join(text for text in texts if isinstance(text, str))
 
 
+def refusal_of(body: bytes) -> str:
+    """Return the message of a refused request: that of OpenAI's error object, else the whole body."""
+    try:
+        return _message_of(orjson.loads(body))
+    except ValueError:
+        return body.decode(errors="replace")
+
+
 def _message_of(body: Any) -> str:
     error = body.get("error", body) if isinstance(body, dict) else body
     return str(error.get("message", error)) if isinstance(error, dict) else str(error)
@@ -279,8 +287,7 @@ class BenchClient:
         try:
             async with self._session.post(self.target.url, data=data) as response:
                 if response.status != 200:
-                    text = (await response.content.read(1 << 16)).decode(errors="replace")
-                    record.fail(f"http_{response.status}", text)
+                    record.fail(f"http_{response.status}", refusal_of(await response.content.read(1 << 16)))
                 else:
                     await self._read(response, record, began)
         except TimeoutError:

@@ -43,9 +43,12 @@ def make_sessions(options: DatasetOptions, maker: PromptMaker, seed: int) -> lis
     """Return the sessions of a run: the same for the same options and seed.
 
     Raises:
-        ConfigError: a file cannot be read, or a line of it lacks a field.
+        ConfigError: a file cannot be read, has no request, or a line of it lacks a field.
     """
-    return list(MAKERS[options.name](options, maker, random.Random(f"{seed}/{options.name}")))
+    sessions = list(MAKERS[options.name](options, maker, random.Random(f"{seed}/{options.name}")))
+    if not sessions:
+        raise ConfigError(f"--dataset-path {options.path}: it has no request", field="dataset_path")
+    return sessions
 
 
 def _length(rng: random.Random, length: int, ratio: float) -> int:
@@ -166,15 +169,17 @@ def _blocks(maker: PromptMaker, seed: float, where: str, row: Json, length: int,
 def custom_sessions(options: DatasetOptions, maker: PromptMaker, rng: random.Random) -> list[BenchSession]:
     """Return the requests of a file of JSON lines, from its beginning again where it has too few.
 
-    A line has `prompt` (text or token ids) or `messages`, and perhaps `output_tokens` (also `output_length`) and
-    `timestamp` (ms).
+    A line has `prompt` (text or token ids) or `messages`, and perhaps `output_tokens` (also `output_length`). When the
+    first line has a `timestamp` (ms), each line has one; the first line is then at 0 s, and the file is not repeated.
     """
-    found = [_custom(options, where, row) for where, row in _rows(options)]
-    if not found:
-        raise ConfigError(f"--dataset-path {options.path}: it has no request", field="dataset_path")
-    timed = found[0].at_s is not None
-    count = min(options.num_prompts, len(found)) if timed else options.num_prompts
-    return [found[index % len(found)] for index in range(count)]
+    rows = list(_rows(options))
+    found = [_custom(options, where, row) for where, row in rows]
+    if not found or "timestamp" not in rows[0][1]:
+        return [found[index % len(found)] for index in range(options.num_prompts)] if found else []
+    times_ms = [_number(where, row, "timestamp") for where, row in rows]
+    offsets_s = [max(0.0, (at_ms - times_ms[0]) / 1e3 * options.time_scale) for at_ms in times_ms]
+    timed = [dataclasses.replace(one, at_s=at_s) for one, at_s in zip(found, offsets_s, strict=True)]
+    return timed[: options.num_prompts]
 
 
 def _custom(options: DatasetOptions, where: str, row: Json) -> BenchSession:
@@ -190,8 +195,7 @@ def _custom(options: DatasetOptions, where: str, row: Json) -> BenchSession:
         output_len = int(_number(where, row, name))
     if output_len < 1:
         raise ConfigError(f"{where}: {name} must be at least 1", field=name)
-    at_s = _number(where, row, "timestamp") / 1e3 * options.time_scale if "timestamp" in row else None
-    return BenchSession(turns=(_turn(prompt, output_len),), at_s=at_s)
+    return BenchSession(turns=(_turn(prompt, output_len),))
 
 
 def _number(where: str, row: Json, name: str) -> float:

@@ -39,7 +39,7 @@ def _add_service(parser: argparse.ArgumentParser) -> None:
     add("--extra-body", metavar="JSON", help="object whose fields each request has, too")
     add("--insecure", action="store_true", help="accept any certificate of an https service")
     add("--compare", metavar="URL", help="a second service, which gets the same requests, in turn with the first")
-    add("--compare-label", default="compared", help="name of the second service in the results")
+    add("--compare-label", help="name of the second service in the results; by default its host and port")
     add("--temperature", type=float, default=0.0, help="sampling temperature (0)")
     add("--top-p", type=float, help="nucleus sampling; not sent when absent")
     add("--top-k", type=int, help="most likely tokens to choose from; not sent when absent")
@@ -81,7 +81,8 @@ def _add_datasets(parser: argparse.ArgumentParser) -> None:
     add("--conversation-turns", type=int, default=4, metavar="N", help="turns of a conversation that is made up (4)")
     add("--conversation-pause", type=float, default=0.0, metavar="S", help="seconds between answer and next turn (0)")
     add("--custom-output-len", type=int, metavar="N", help="tokens of each answer; by default those of the file")
-    add("--mooncake-slowdown-factor", type=float, default=1.0, metavar="F", help="times of a file, times this (1)")
+    add("--mooncake-slowdown-factor", type=float, default=1.0, metavar="F",
+        help="times of a file, times this (1); below 1 is a higher rate")  # fmt: skip
     add("--length-scale", type=float, default=1.0, metavar="F", help="lengths of a trace, times this (1)")
 
 
@@ -94,7 +95,7 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
     add("--percentile-metrics", default=",".join(METRICS), metavar="LIST", help=f"of {','.join(METRICS)} (all)")
     add("--metric-percentiles", default=",".join(f"{one:g}" for one in PERCENTILES), metavar="LIST",
         help="percentiles of each metric (50,90,95,99)")  # fmt: skip
-    add("--label", help="name of the service in the results; by default its backend")
+    add("--label", help="name of the service in the results; by default its backend, with --compare host and port")
     add("--metadata", nargs="+", default=[], metavar="KEY=VALUE", help="further fields of the results")
     add("--output-json", type=Path, metavar="FILE", help="write all runs to one file")
     add("--output-html", type=Path, metavar="FILE", help="write a report with charts, in one file without scripts")
@@ -122,7 +123,16 @@ def check(args: argparse.Namespace) -> None:
     _require(0 < args.goodput_target <= 1, "goodput_target", "must be above 0 and at most 1")
     _require(args.custom_output_len is None or args.custom_output_len >= 1, "custom_output_len", "must be at least 1")
     _require(args.top_p is None or 0 < args.top_p <= 1, "top_p", "must be above 0 and at most 1")
-    _require(not args.search_goodput or bool(args.goodput), "search_goodput", "needs --goodput")
+    if args.search_goodput:
+        _require(bool(args.goodput), "search_goodput", "needs --goodput")
+        single = len(args.request_rate) == 1 and len(args.max_concurrency or [0]) == 1 and args.num_rounds == 1
+        what = "has one --request-rate to begin with, at most one --max-concurrency, and one round"
+        _require(single, "search_goodput", what)
+    _require(args.save_result or args.result_dir is None, "result_dir", "has no use without --save-result")
+    _require(args.compare is not None or args.compare_label is None, "compare_label", "has no use without --compare")
+    _require(
+        len(set(labels_of(args))) == (1 if args.compare is None else 2), "compare_label", "must differ from --label"
+    )
     needs_file = args.dataset_name in ("mooncake", "custom")
     _require(not needs_file or args.dataset_path is not None, "dataset_path", f"is needed by {args.dataset_name}")
     uses_file = needs_file or args.dataset_name == "conversations"
@@ -137,6 +147,21 @@ def check(args: argparse.Namespace) -> None:
 def _require(good: bool, name: str, what: str) -> None:
     if not good:
         raise ConfigError(f"--{name.replace('_', '-')} {what}", field=name)
+
+
+def labels_of(args: argparse.Namespace) -> list[str]:
+    """Return the names of the services in the results."""
+    if args.compare is None:
+        return [args.label or args.backend or backend_of(args.endpoint or "")]
+    hosts = [url.partition("://")[2].rstrip("/") for url in (args.base_url, args.compare)]
+    return [args.label or hosts[0], args.compare_label or hosts[1]]
+
+
+def check_times(args: argparse.Namespace, *, timed: bool) -> None:
+    """Raise ConfigError for a rate where the requests have the times of a file (`timed`)."""
+    what = "has no use for a file with times of its own; --mooncake-slowdown-factor scales them"
+    _require(not timed or args.request_rate == [math.inf], "request_rate", what)
+    _require(not timed or not args.search_goodput, "search_goodput", what)
 
 
 def percentiles_of(args: argparse.Namespace) -> list[float]:

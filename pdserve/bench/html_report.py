@@ -10,7 +10,7 @@ from typing import Any
 from pdserve.bench.charts import charts_of
 from pdserve.bench.metrics import METRICS, percentile_name
 from pdserve.bench.svg import grid, sheet
-from pdserve.bench.text_report import COLUMNS
+from pdserve.bench.text_report import COLUMNS, best_rate
 from pdserve.errors import ConfigError
 
 Json = dict[str, Any]
@@ -102,9 +102,8 @@ def _searches(report: Json) -> list[str]:
     told = []
     for best in report.get("goodput_search", []):
         limits = ", ".join(f"{name} {value:g} ms" for name, value in best["goodput_slo_ms"].items())
-        rate = best["max_rate_within_slo"]
-        found = "none" if rate is None else f"{rate:g} requests/s"
-        text = f"{best['label']}: highest rate with {best['goodput_target']:.0%} of requests within {limits}: {found}"
+        target = f"{best['goodput_target']:.0%} of requests within {limits}"
+        text = f"{best['label']}: highest rate with {target}: {best_rate(best)}"
         told.append(f"<p><strong>{escape(text)}</strong></p>")
     return told
 
@@ -124,17 +123,28 @@ def png(report: Json, *, width: int = 1920) -> bytes:
     """Return the charts as one PNG of `width` pixels, in the light scheme.
 
     Raises:
+        ConfigError: as `check_png`.
+    """
+    check_png()
+    from resvg_py import svg_to_bytes
+
+    drawing = grid([chart.svg for chart in charts_of(report["results"])], 2).render("Serving benchmark", scheme=0)
+    # The list of fonts of a page means none that every machine has.
+    drawing = drawing.replace("-apple-system, ", "")
+    return bytes(svg_to_bytes(svg_string=drawing, width=width))
+
+
+def check_png() -> None:
+    """Check that a PNG can be drawn.
+
+    Raises:
         ConfigError: resvg-py (the extra `bench`) is not installed, or the machine has no font.
     """
     try:
         from resvg_py import svg_to_bytes
     except ImportError:
         raise ConfigError("--output-png needs resvg-py: pip install 'pdserve[bench]'", field="output_png") from None
-    drawing = grid([chart.svg for chart in charts_of(report["results"])], 2).render("Serving benchmark", scheme=0)
-    # The list of fonts of a page means none that every machine has.
-    drawing = drawing.replace("-apple-system, ", "")
     probe = '<svg xmlns="http://www.w3.org/2000/svg" width="20" height="20">{}</svg>'
     with_text = probe.format('<text y="15" font-family="sans-serif">X</text>')
     if bytes(svg_to_bytes(svg_string=with_text)) == bytes(svg_to_bytes(svg_string=probe.format(""))):
         raise ConfigError("--output-png needs a font on this machine, such as DejaVu Sans", field="output_png")
-    return bytes(svg_to_bytes(svg_string=drawing, width=width))

@@ -76,5 +76,14 @@ def table(results: Sequence[Json]) -> str:
     return "\n".join([*lines, *found])
 
 
+def best_rate(best: Json) -> str:
+    """Return the result of a search for the highest rate within the limits."""
+    rate = best["max_rate_within_slo"]
+    if rate is None:
+        return f"no rate, down to {best['lowest_rate_beyond_slo']:g} requests/s"
+    at_least = "at least " if best["lowest_rate_beyond_slo"] is None else ""
+    return f"{at_least}{rate:g} requests/s ({best['goodput_share']:.0%} within)"
+
+
 def _number(value: Any, form: str) -> str:
     return "-" if value is None else format(value, form)

@@ -46,19 +46,27 @@ def main(argv: Sequence[str]) -> int:
     """Run the benchmark; return the exit status."""
     args = make_parser().parse_args(argv)
     flags.check(args)
+    check_outputs(args)
+    progress = BarProgress(disabled=args.disable_tqdm)
+    status = 0
     try:
-        report = asyncio.run(run(args))
+        report = asyncio.run(run(args, progress))
     except KeyboardInterrupt:
-        return INTERRUPTED
+        progress.close()
+        if not progress.results:
+            return INTERRUPTED
+        print("interrupted: these are the runs that have ended", file=sys.stderr)
+        report, status = head(args) | {"results": progress.results}, INTERRUPTED
     show(args, report)
     save(args, report)
-    return 0 if all(result["completed"] for result in report["results"]) else FAILED
+    return status or (0 if all(result["completed"] for result in report["results"]) else FAILED)
 
 
 class BarProgress(BenchProgress):
-    """A tqdm bar for each run, on stderr; none without a terminal."""
+    """A tqdm bar for each run, on stderr; none without a terminal. `results` has the runs that have ended."""
 
     def __init__(self, *, disabled: bool) -> None:
+        self.results: list[Json] = []
         self._disabled = disabled or not sys.stderr.isatty()
         self._bar: Any = None
         self._failed = self._tokens = 0
@@ -82,16 +90,24 @@ class BarProgress(BenchProgress):
         self._bar.update()
 
     def end(self, result: Json | None) -> None:
-        """Close it."""
-        self._bar.close()
+        """Close it, and keep the result."""
+        self.close()
+        if result is not None:
+            self.results.append(result)
+
+    def close(self) -> None:
+        """Close the bar of a run that was interrupted, too."""
+        if self._bar is not None:
+            self._bar.close()
 
 
-async def run(args: argparse.Namespace) -> Json:
+async def run(args: argparse.Namespace, progress: BarProgress | None = None) -> Json:
     """Run what the flags say; return the report, which is written as JSON."""
     targets = [flags.target_of(args, url) for url in (args.base_url, args.compare) if url is not None]
-    labels = [args.label or targets[0].backend, args.compare_label]
+    labels = flags.labels_of(args)
     maker, dataset = flags.maker_of(args, targets[0].backend), flags.dataset_of(args)
-    make_sessions(dataset, maker, args.seed)  # a mistake in a file shows before anything is sent
+    first = make_sessions(dataset, maker, args.seed)  # a mistake in a file shows before anything is sent
+    flags.check_times(args, timed=any(one.at_s is not None for one in first))
     points = [
         LoadPoint(rate=rate, max_concurrency=limit)
         for rate, limit in itertools.product(args.request_rate, args.max_concurrency or [None])
@@ -113,18 +129,15 @@ async def run(args: argparse.Namespace) -> Json:
     async with contextlib.AsyncExitStack() as stack:
         services = [
             BenchService(label=label, client=await _opened(stack, target, args.ready_check_timeout_sec))
-            for label, target in zip(labels, targets, strict=False)
+            for label, target in zip(labels, targets, strict=True)
         ]
-        campaign = Campaign(plan, services, BarProgress(disabled=args.disable_tqdm))
-        report: Json = {"benchmark": "pdserve bench", "version": __version__, "flags": shown_flags(args)}
-        host = {"cpus": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()}
-        report["machine"] = host
+        campaign = Campaign(plan, services, progress or BarProgress(disabled=args.disable_tqdm))
         if not args.search_goodput:
-            return report | {"results": await campaign.run()}
+            return head(args) | {"results": await campaign.run()}
         await campaign.warm_up()
-        first = args.request_rate[0] if math.isfinite(args.request_rate[0]) else 1.0
-        found = [await campaign.search(service, first, points[0].max_concurrency) for service in services]
-        return report | {
+        rate = args.request_rate[0] if math.isfinite(args.request_rate[0]) else 1.0
+        found = [await campaign.search(service, rate, points[0].max_concurrency) for service in services]
+        return head(args) | {
             "goodput_search": [best for best, _ in found],
             "results": [result for _, results in found for result in results],
         }
@@ -143,6 +156,12 @@ async def _opened(stack: contextlib.AsyncExitStack, target: BenchTarget, ready_s
         return client  # /generate needs no model
     client.target = dataclasses.replace(target, model=target.model or model)
     return client
+
+
+def head(args: argparse.Namespace) -> Json:
+    """Return the fields of a report besides its results."""
+    host = {"cpus": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()}
+    return {"benchmark": "pdserve bench", "version": __version__, "flags": shown_flags(args), "machine": host}
 
 
 def shown_flags(args: argparse.Namespace) -> Json:
@@ -166,9 +185,25 @@ def show(args: argparse.Namespace, report: Json) -> None:
     else:
         print(text_report.table(results))
     for best in report.get("goodput_search", []):
-        rate = best["max_rate_within_slo"]
-        told = "no rate" if rate is None else f"{rate:g} requests/s ({best['goodput_share']:.0%} within)"
-        print(f"{best['label']}: the highest rate that keeps {best['goodput_target']:.0%} within the limits: {told}")
+        target, told = f"{best['goodput_target']:.0%}", text_report.best_rate(best)
+        print(f"{best['label']}: the highest rate that keeps {target} within the limits: {told}")
+
+
+def check_outputs(args: argparse.Namespace) -> None:
+    """Check before the first run that the results can be written. Raises ConfigError naming the flag."""
+    for name in ("output_json", "output_html", "output_png", "result_dir"):
+        path: Path | None = getattr(args, name)
+        if path is None:
+            continue
+        folder = path if name == "result_dir" else path.parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--{name.replace('_', '-')} {path}: cannot be written: {error}", field=name) from error
+        if not os.access(folder, os.W_OK) or (path is not folder and path.is_dir()):
+            raise ConfigError(f"--{name.replace('_', '-')} {path}: cannot be written", field=name)
+    if args.output_png is not None:
+        html_report.check_png()
 
 
 def save(args: argparse.Namespace, report: Json) -> None:
@@ -192,7 +227,6 @@ def save(args: argparse.Namespace, report: Json) -> None:
 def write(path: Path, content: str | bytes, flag: str) -> None:
     """Write a file and say so."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     except OSError as error:
         field = flag.strip("-").replace("-", "_")

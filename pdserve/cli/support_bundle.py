@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import pdserve
+from pdserve.base.redaction import Redactor, secrets_of
 from pdserve.cli.doctor import diagnose
 from pdserve.cli.environment import collect
 from pdserve.cli.fleet import FleetClient, add_connection_flags, client_of
 from pdserve.cli.help_pages import CommandParser
-from pdserve.cli.redaction import Redactor, secrets_of
 from pdserve.errors import ConfigError, RequestError
 
 JSON_PATHS = {
@@ -101,6 +101,7 @@ def gather(client: FleetClient, logs: Sequence[Path], redactor: Redactor) -> tup
     files["doctor.json"] = _as_json(redactor, diagnosis.as_json())
     files["doctor.txt"] = redactor.text(diagnosis.as_text()) + "\n"
     files["environment.json"] = _as_json(redactor, collect())
+    files |= _kept_lines(client, redactor, errors)
     for index, log in enumerate(logs):
         name = f"logs/{index:02d}-{log.name}"
         try:
@@ -116,6 +117,31 @@ def gather(client: FleetClient, logs: Sequence[Path], redactor: Redactor) -> tup
     }
     files["manifest.json"] = _as_json(redactor, manifest)
     return files, errors
+
+
+def _kept_lines(client: FleetClient, redactor: Redactor, errors: dict[str, str]) -> dict[str, str]:
+    """Return the log lines that the servers and the router keep, a file for each process."""
+    try:
+        found = client.get_json(f"/logs?lines={LOG_LINES}", admin=True)
+    except RequestError as error:
+        errors["logs/"] = redactor.text(error.message)
+        return {}
+    files: dict[str, str] = {}
+    workers = found.get("workers")
+    answers = {"": found, **(workers if isinstance(workers, dict) else {})}
+    for url, answer in answers.items():
+        where = "".join(part if part.isalnum() or part in ".-" else "-" for part in url.partition("://")[2])
+        processes = answer.get("processes") if isinstance(answer, dict) else None
+        if not isinstance(processes, list):
+            errors[f"logs/{where}"] = redactor.text(str(answer.get("error") if isinstance(answer, dict) else answer))
+            continue
+        for number, process in enumerate(processes):
+            lines, name = process.get("lines") or [], str(process.get("name"))
+            stem = "-".join(
+                filter(None, [where, str(number), *"".join(c if c.isalnum() else " " for c in name).split()])
+            )
+            files[f"logs/{stem}.log"] = redactor.text("".join(f"{line}\n" for line in lines))
+    return files
 
 
 def write(output: Path, files: Mapping[str, str]) -> None:

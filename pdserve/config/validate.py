@@ -62,6 +62,7 @@ def check(config: ServerConfig) -> None:
     config.speculative.check(config.model.model_path, config.parallel.pp_size)
     config.lora.check((config.model.model_path, config.model.served_model_name))
     config.responses.check()
+    config.embedding.check(config.disagg.disaggregation_mode, drafts=config.speculative.is_on)
     config.accepted.check()
     _check_observe(config.observe)
     events = parse_kv_events(config.observe.kv_events_config, config.parallel.dp_size)

@@ -164,6 +164,8 @@ def _engine_ready(engine: ReplicaEngine, facts: Mapping[str, Fact]) -> EngineRea
         max_total_tokens=built.max_total_tokens,
         eos_token_ids=list(built.spec.eos_token_ids),
         facts={**facts, **engine.facts()},
+        hidden_size=built.spec.hidden_size,
+        pooling=built.pooling,
     )
 
 

@@ -38,7 +38,9 @@ from pdserve.model.config import ModelSpec, resolve_context_length
 from pdserve.model.drafting.cost import pass_cost
 from pdserve.model.parallel import Parallel, SingleRank, is_sampler
 from pdserve.model.paths import resolve_model_path, resolve_tokenizer_path
+from pdserve.model.pooling import read_pooling
 from pdserve.model.torch_parallel import open_parallel
+from pdserve.protocol.hidden_states import Pooling
 
 _LOG = logging.getLogger(__name__)
 MAX_PAGE_TOKENS = 128
@@ -67,6 +69,8 @@ class LoadedEngine:
     loras: LoraAdapters | None = None
     """LoRA adapters of this rank; None without --enable-lora."""
     drafter: Drafter | None = None
+    pooling: Pooling | None = None
+    """How the model makes one vector of a text; None without --is-embedding."""
 
     @property
     def layout(self) -> KVLayout:
@@ -179,6 +183,7 @@ def build_executor(
     return LoadedEngine(
         executor, table, wanted.spec, sizes.num_pages, context_length, wanted.dtype, device, parallel.coord,
         loaded.arithmetic, sizes.groups, loaded.can_split_prompts, loras, drafter,
+        read_pooling(wanted.path, config.embedding.embedding_pooling) if config.embedding.is_embedding else None,
     )  # fmt: skip
 
 

@@ -28,24 +28,23 @@ from pdserve.executor.drafter import ModelDrafter, Proposals, but_last
 from pdserve.executor.expert_balance import ExpertBalance
 from pdserve.executor.grammar_rows import GrammarRows, StepGrammars
 from pdserve.executor.graphs import Capture, DecodeGraphs, GraphCapture, Padding
-from pdserve.executor.input_batch import HostBatch, SamplingMetadata, StepParams, TokenPool, read_plan, sampled_rows
+from pdserve.executor.input_batch import (
+    MIN_TOKENS,
+    HostBatch,
+    SamplingMetadata,
+    StepParams,
+    TokenPool,
+    cut_plan,
+    read_plan,
+    sampled_rows,
+)
 from pdserve.executor.interface import BatchPlan, HostPages, StepHandle, StepResult
 from pdserve.executor.loras import LoraAdapters
-from pdserve.executor.model_runner import (
-    MIN_TOKENS,
-    Collect,
-    Compute,
-    ModelRunner,
-    NativeDecode,
-    NativeDecodePath,
-    OnLayer,
-    choose_runner,
-    cut_plan,
-)
+from pdserve.executor.model_runner import Collect, ModelRunner, NativeDecode, NativeDecodePath, OnLayer, choose_runner
 from pdserve.executor.page_copies import HostTierCopies
-from pdserve.executor.prompt_logprobs import PromptLogprobParams, PromptLogprobRange, pack_scores, read_prompt_logprobs
 from pdserve.executor.sampler import Found, Sampler, d2h_copy, d2h_copy_after, to_host
 from pdserve.executor.slot_stamps import SlotCopies, SlotStamps, StampWrites, copy_slots
+from pdserve.executor.token_outputs import StepOutputs, read_token_outputs
 from pdserve.executor.verify import Fold, PendingRows, StepDrafts, shorten, state_slots, take_apart
 from pdserve.executor.warm_up import warm_up
 from pdserve.grammar.compile import JsonRules
@@ -59,6 +58,7 @@ from pdserve.model.forward_batch import IntArray
 from pdserve.model.interface import Model, MoELayer
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
 from pdserve.model.params import WeightSamples, fingerprint_of
+from pdserve.protocol.hidden_states import HiddenParams
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams, Grammar
 
@@ -70,8 +70,7 @@ class _Step:
     `writes`: tokens of the rows opened since the launch before; `arrived`: what other servers' drafters have kept of
     them, see `ModelDrafter.resume`. `batches`: the micro-batches, empty when the plan has no rows. `params`: None when
     no row samples. `grammars`: None where no sampled token follows one. `drafts`: None where no row has any.
-    `prompt_logprob_params`: one for each micro-batch; `prompt_ranges`: of the whole plan. `backlog`: see
-    `DeferredDrafter.begin`.
+    `outputs`: what the step returns of its tokens beside the sampled ones. `backlog`: see `DeferredDrafter.begin`.
     """
 
     plan: BatchPlan
@@ -81,8 +80,7 @@ class _Step:
     params: StepParams | None
     grammars: StepGrammars | None = None
     drafts: StepDrafts | None = None
-    prompt_logprob_params: tuple[PromptLogprobParams | None, ...] = ()
-    prompt_ranges: tuple[PromptLogprobRange, ...] = ()
+    outputs: StepOutputs = StepOutputs()
     stamps: StampWrites | None = None
     copies: SlotCopies | None = None
     backlog: Backlog | None = None
@@ -269,6 +267,7 @@ class LocalExecutor(HostTierCopies):
         sampling: CoreSamplingParams,
         logprobs: Logprobs | None,
         draft_hidden: bytes = b"",
+        hidden: HiddenParams | None = None,
     ) -> None:
         """See `Executor.open_row`. The tokens reach the device with the next step."""
         assert row not in self._open, f"row {row} opened twice"
@@ -277,7 +276,7 @@ class LocalExecutor(HostTierCopies):
         self._unwritten[row] = np.asarray(token_ids, dtype=np.int64)
         if logprobs is not None:
             logprobs = msgspec.structs.replace(logprobs, top=min(logprobs.top, self._model.spec.vocab_size))
-        self._sampling_metadata.set(row, num_prompt_tokens, sampling, logprobs)
+        self._sampling_metadata.set(row, num_prompt_tokens, sampling, logprobs, hidden)
         if self._drafter is not None and self._deferred is not None:
             self._drafter.open(row)
             self._deferred.open(row)
@@ -322,7 +321,7 @@ class LocalExecutor(HostTierCopies):
     def launch(self, plan: BatchPlan, *, layer_events: bool = False) -> StepHandle:
         """See `Executor.launch`. A rank of its own computes no draft behind one that the row's grammar forbids."""
         assert all(row.row in self._open for row in plan.rows), "the plan names a row that is not open"
-        compute: Compute | None = None
+        compute = None
         if self._native_path is not None and not layer_events and not self._unwritten:
             has_copies = self._stamps is not None and SlotCopies.of(plan, self._table) is not None
             has_pending = self._pending is not None and any(row.row in self._pending for row in plan.rows)
@@ -410,12 +409,8 @@ class LocalExecutor(HostTierCopies):
         stamps, copies = None, None
         if self._stamps is not None:
             stamps, copies = self._stamps.plan_writes(plan), SlotCopies.of(plan, self._table)
-        wanted = self._sampling_metadata.prompt_logprob_params
-        if not wanted:
-            none = (None,) * len(batches)
-            return _Step(plan, writes, arrived, batches, params, grammars, drafts, none, (), stamps, copies, backlog)
-        scored = read_prompt_logprobs(plan, batches, wanted)
-        return _Step(plan, writes, arrived, batches, params, grammars, drafts, *scored, stamps, copies, backlog)
+        outputs = read_token_outputs(plan, batches, self._sampling_metadata)
+        return _Step(plan, writes, arrived, batches, params, grammars, drafts, outputs, stamps, copies, backlog)
 
     @torch.inference_mode()
     def _compute(self, step: _Step, on_layer: OnLayer | None) -> Collect:
@@ -442,15 +437,15 @@ class LocalExecutor(HostTierCopies):
             self._stamps.write(step.stamps)
         last = self._model.num_layers - 1
         reported = on_layer if self._drafter is None else but_last(on_layer, last)
-        logits = self._model_runner.logits(step.batches, self._tokens.tensor, reported, step.prompt_logprob_params)
+        logits = self._model_runner.logits(step.batches, self._tokens.tensor, reported, step.outputs.params)
         if step.copies is not None:
             copy_slots(self.pools, step.copies.after)
         chosen = None
         if step.params is not None:
             chosen = self._model_runner.choose(logits, step.params, self._tokens.tensor, masks)
-        scores = self._model_runner.prompt_scores(step.prompt_logprob_params, self.device)
-        arrival = self._model_runner.share(chosen, scores)
-        is_late = not self.coord.is_last_stage and not (chosen is None and scores is None)
+        outputs = self._model_runner.token_outputs(step.outputs.params, self.device)
+        arrival = self._model_runner.share(chosen, outputs)
+        is_late = not self.coord.is_last_stage and not (chosen is None and outputs is None)
         if not is_late:
             arrival.wait()
         if step.params is not None and chosen is not None:
@@ -469,25 +464,25 @@ class LocalExecutor(HostTierCopies):
         if not (self._returns_results or (self._pending is not None and step.drafts is not None)):
             fetched = d2h_copy(None, None, self.device)
         elif is_late:
-            fetched = d2h_copy_after(chosen, scores, arrival, self._copy_stream)
+            fetched = d2h_copy_after(chosen, outputs, arrival, self._copy_stream)
         else:
-            fetched = d2h_copy(chosen, scores, self.device)
+            fetched = d2h_copy(chosen, outputs, self.device)
         return partial(self._collect, step, fetched, proposals)
 
     def _collect(self, step: _Step, fetched: Callable[[], Found], proposals: Proposals | None) -> StepResult:
         """Wait for the results of a step. Scheduler thread."""
-        sampled, scored = fetched()
-        prompts = {} if scored is None else pack_scores(step.prompt_ranges, scored)
+        sampled, of_tokens = fetched()
+        prompts, hidden = step.outputs.pack(of_tokens)
         if step.params is None or sampled is None:
-            return StepResult(step.plan.step, (None,) * len(step.plan.rows), prompts)
+            return StepResult(step.plan.step, (None,) * len(step.plan.rows), prompts, hidden=hidden)
         plan, failed = step.plan, sampled.failed_positions(step.params)
         tokens = to_host(sampled, step.params)
         if failed is None and step.drafts is None and len(tokens) == len(plan.rows) and proposals is None:
-            return StepResult(plan.step, tuple(tokens), prompts)
+            return StepResult(plan.step, tuple(tokens), prompts, hidden=hidden)
         found = take_apart(plan, tokens, failed)
         if self._pending is not None:
             self._pending.resolved(plan, found.more)
         drafts = {} if proposals is None or not self._returns_results else proposals.by_row()
         if failed is not None and self.max_forced:
             drafts |= self._grammars.forced_drafts(plan, found.failed, self.max_forced)
-        return StepResult(plan.step, found.tokens, prompts, found.failed, found.more, drafts)
+        return StepResult(plan.step, found.tokens, prompts, found.failed, found.more, drafts, hidden)

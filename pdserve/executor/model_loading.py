@@ -56,6 +56,7 @@ from pdserve.model.native.packer import AttentionInModel
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import ParamSlots, torch_dtype
 from pdserve.model.placement import ExpertMap, first_placement
+from pdserve.model.pooling import read_embedding_spec
 
 if TYPE_CHECKING:
     from pdserve.model.hf.config import TransformersSource
@@ -375,6 +376,8 @@ def _read_spec(config: ServerConfig, path: Path) -> tuple[ModelSpec, Transformer
     refusal: ModelError | None = None
     if impl != "transformers":
         try:
+            if config.embedding.is_embedding and path.suffix != ".gguf":
+                return read_embedding_spec(path), None
             return read_spec(path), None
         except UnsupportedModelError as error:
             if impl == "native" or path.suffix == ".gguf":

@@ -161,6 +161,7 @@ COMMANDS = frozenset(
         "/unload_lora_adapter",
         "/observe",
         "/observe/history",
+        "/logs",
     }
 )
 """Admin paths of servers and router: they affect other clients, or show requests of other clients."""
@@ -173,16 +174,20 @@ MESSAGES_PATH = "/v1/messages"
 COUNT_TOKENS_PATH = "/v1/messages/count_tokens"
 BILLING_HEADER = "x-anthropic-billing-header:"
 """Start of a system text of Claude Code that changes with every request, and would end the common prefix of prompts."""
+EMBEDDINGS_PATH = "/v1/embeddings"
 OLLAMA_CHAT_PATH = "/api/chat"
 OLLAMA_GENERATE_PATH = "/api/generate"
 OLLAMA_TAGS_PATH = "/api/tags"
 OLLAMA_SHOW_PATH = "/api/show"
 OLLAMA_VERSION_PATH = "/api/version"
+POOLING = (EMBEDDINGS_PATH,)
+"""Paths that compute prompts and generate no tokens. Only a server without a peer answers them."""
 GENERATING = (
     *(CHAT_PATH, COMPLETIONS_PATH, GENERATE_PATH, RESPONSES_PATH, MESSAGES_PATH),
     *(OLLAMA_CHAT_PATH, OLLAMA_GENERATE_PATH),
+    *POOLING,
 )
-"""Paths that generate tokens: they count toward a client's limit, and their calls are recorded."""
+"""Paths that compute requests: they count toward a client's limit, and their calls are recorded."""
 RESTORE_PATH = "/restore"
 RESUME_PATH = "/resume"
 CONTINUING = (RESTORE_PATH, RESUME_PATH)

@@ -166,6 +166,11 @@ class Decoder:
         """See `Model.logits`."""
         return self._logits(hidden).float()
 
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """See `Model.final_norm`."""
+        assert self.norm is not None, "only the last stage has the final norm"
+        return self.norm(hidden)
+
     def _logits(self, hidden: Tensor) -> Tensor:
         """Map hidden states before the final norm to this rank's logits: `[N, hidden]` to `[N, share]`."""
         assert self.norm is not None and self.head is not None, "only the last stage has a head"

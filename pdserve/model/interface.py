@@ -124,3 +124,10 @@ class Model(Protocol):
         Maps `[n, hidden_size]` to float32 `[n, share]`, valid until the next call.
         """
         ...
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """Apply the norm behind the last layer to hidden states `[n, hidden_size]`, on the last stage only.
+
+        `hidden` are states that `on_hidden` of `forward` has received. The result is the input of the head.
+        """
+        ...

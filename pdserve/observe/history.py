@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import msgspec
+
 from pdserve.errors import RequestError
 from pdserve.observe.interval_stats import LatencyBuckets
 
@@ -33,16 +35,20 @@ LATENCIES = ("ttft", "second_token", "itl")
 COUNTS = ("requests", "failed")
 GAUGES = (
     *("queued", "running", "tokens_per_s", "kv_device_used", "kv_device_total", "kv_host_used", "kv_host_total"),
-    *("kv_store_read", "kv_store_written", "accept_length"),
+    *("kv_store_read", "kv_store_written", "kv_transfer", "cache_hit_rate", "accept_length"),
 )
 FIELDS = (*COUNTS, *(f"{name}_{quantile}_s" for name in LATENCIES for quantile in QUANTILES), *GAUGES)
-"""Fields of a point. Latencies are seconds; `kv_store_*` bytes a second; device and host memory tokens."""
+"""Fields of a point. Latencies are seconds; `kv_store_*` and `kv_transfer` bytes a second; device and host memory
+tokens."""
 
 STREAM_ENDS = b"data: [DONE]"
 ERROR_EVENTS = (b'data: {"error":', b"event: error")
 """What an error event begins with. A quotation mark in an answer's text is escaped, so the text cannot contain it."""
 ERROR_LINE = b'{"error":'
 """What the line of an error begins with in streams of Ollama's API."""
+MAX_ERROR_BYTES = 2000
+NUM_FAILURES = 64
+"""Failed requests that a router keeps for the page."""
 ENDS = (STREAM_ENDS, *ERROR_EVENTS, ERROR_LINE)
 NO_VALUE = math.nan
 
@@ -94,7 +100,7 @@ class CallMeter:
     The samples of an interval are replaced at its end, so they are looked up at each piece.
     """
 
-    __slots__ = ("_arrived_s", "_history", "_num", "_seen_s", "is_broken", "name")
+    __slots__ = ("_arrived_s", "_history", "_num", "_seen_s", "error_event", "is_broken", "name")
 
     def __init__(self, history: History, arrived_s: float) -> None:
         self._history, self._arrived_s = history, arrived_s
@@ -103,6 +109,8 @@ class CallMeter:
         """URL of the worker that answers; set anew when another worker continues the stream."""
         self.is_broken = False
         """True: the stream ended with an error event, or broke off."""
+        self.error_event = b""
+        """That event, cut to `MAX_ERROR_BYTES`; empty without one."""
 
     def piece(self, piece: bytes, now_s: float) -> None:
         """Count the next events of a stream, which arrived together at `now_s`, monotonic seconds.
@@ -110,10 +118,11 @@ class CallMeter:
         An error event makes the stream a broken one. The last event, with no token, is not counted.
         """
         if piece.startswith(ENDS):
-            self.is_broken = self.is_broken or not piece.startswith(STREAM_ENDS)
+            if not piece.startswith(STREAM_ENDS):
+                self.broke(piece)
             return
         if ERROR_EVENTS[0] in piece or ERROR_EVENTS[1] in piece or b"\n" + ERROR_LINE in piece:
-            self.is_broken = True
+            self.broke(piece[max(piece.find(mark) for mark in (*ERROR_EVENTS, ERROR_LINE)) :])
         samples = self._history.samples(self.name)
         if self._num == 0:
             samples.ttft.add(now_s - self._arrived_s)
@@ -123,6 +132,15 @@ class CallMeter:
                 samples.second_token.add(now_s - self._arrived_s)
         self._num += 1
         self._seen_s = now_s
+
+    def broke(self, error_event: bytes) -> None:
+        """Mark the stream as broken. The first error event is kept."""
+        self.is_broken = True
+        self.error_event = self.error_event or error_event[:MAX_ERROR_BYTES]
+
+    def mended(self) -> None:
+        """Take `broke` back: another worker continues the stream, or the router has its end."""
+        self.is_broken, self.error_event = False, b""
 
     def ended(self, *, failed: bool) -> None:
         """Count the request. `failed`: by its status; a broken stream counts as failed, too."""
@@ -156,10 +174,24 @@ class Series:
         return found
 
 
+class FailedCall(msgspec.Struct, frozen=True):
+    """A request that failed at a router. `time`: its end, seconds since 1970. `worker`: URL, empty without one."""
+
+    time: float
+    path: str
+    id: str
+    worker: str
+    status: int
+    error: str
+    seconds: float
+
+
 class History:
     """The points of a server or router. `samples` is written by requests, `record` called every `INTERVAL_S`."""
 
     def __init__(self) -> None:
+        self.failures: deque[FailedCall] = deque(maxlen=NUM_FAILURES)
+        """The newest failed requests of a router, the oldest first."""
         self._current: dict[str, LatencySamples] = {}
         self._times: deque[float] = deque(maxlen=NUM_POINTS)
         self._fleet = Series(0)

@@ -17,6 +17,7 @@ import orjson
 from aiohttp import web
 
 import pdserve
+from pdserve.base.log_ring import PATH as LOGS_PATH
 from pdserve.http.access import (
     COUNT_TOKENS_PATH,
     GENERATING,
@@ -27,13 +28,13 @@ from pdserve.http.access import (
 )
 from pdserve.http.response_store import ResponseStore
 from pdserve.observe.history import PATH as HISTORY_PATH
+from pdserve.observe.history import History
 from pdserve.observe.interval_stats import RouterStats, log_router_stats
 from pdserve.observe.tracing import open_tracing
 from pdserve.router.config.config import RouterConfig
-from pdserve.router.dashboard.history import RouterHistory
 from pdserve.router.dashboard.observe import PATH as OBSERVE_PATH
 from pdserve.router.dashboard.observe import Observer
-from pdserve.router.dashboard.page import DashboardPage
+from pdserve.router.dashboard.page import DashboardPage, RouterHistory
 from pdserve.router.discovery.kube_api import KubeAccess, KubeApi
 from pdserve.router.discovery.pods import PodDiscovery, PodWorkers
 from pdserve.router.http import (
@@ -116,8 +117,9 @@ class RouterApp:
         )
         self._migrator = Migrator(config, self.registry, self.admission, session, self.metrics, self._drain, rng)
         self._replication = PrefixReplication(config, self.registry, session, rng)
-        self._observer = Observer(config, self.registry, self.admission, session, self._drain)
-        self.history = RouterHistory(self._observer, self.admission)
+        history = History()
+        self._observer = Observer(config, self.registry, self.admission, session, self._drain, history.failures)
+        self.history = RouterHistory(self._observer, self.admission, history)
         self._engine_metrics = EngineMetrics(config, self.registry, session, self.admission.now)
         self._openapi = OpenApi(self._fanout, FORWARDED, self.routes, with_keys=config.access.keys.some)
         self._page = DashboardPage()
@@ -252,6 +254,7 @@ class RouterApp:
             web.get(OPENAPI_PATH, self._openapi.get),
             *self._openapi.page_routes(),
             web.get(OBSERVE_PATH, self._observer.get),
+            web.get(LOGS_PATH, self._fanout.logs),
             web.get(HISTORY_PATH, self.history.get),
             *self._page.routes(),
         ]

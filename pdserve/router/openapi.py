@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from pdserve.base.log_ring import PATH as LOGS_PATH
 from pdserve.http.errors import ErrorAnswer
 from pdserve.http.openapi import json_content, openapi_document, openapi_operation
 from pdserve.http.page_files import DOCS_FILES, DOCS_PATH, INDEX, read_docs_files
@@ -41,6 +42,7 @@ QUERIES = {
     ("POST", "/add_worker"): ("url", "worker_type", "bootstrap_port", "api_key"),
     ("POST", "/remove_worker"): ("url",),
     ("GET", HISTORY_PATH): ("seconds", "since", "worker"),
+    ("GET", LOGS_PATH): ("lines",),
 }
 GOOD = {
     ("POST", "/workers"): "202",

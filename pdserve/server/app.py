@@ -16,11 +16,14 @@ from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
+from pdserve.base.log_ring import MAX_LINES
+from pdserve.base.log_ring import PATH as LOGS_PATH
 from pdserve.base.proof import token_id
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.errors import EngineDeadError
 from pdserve.http.access import (
     COUNT_TOKENS_PATH,
+    EMBEDDINGS_PATH,
     GENERATING,
     MESSAGES_PATH,
     OLLAMA_CHAT_PATH,
@@ -28,6 +31,7 @@ from pdserve.http.access import (
     OLLAMA_SHOW_PATH,
     OLLAMA_TAGS_PATH,
     OLLAMA_VERSION_PATH,
+    POOLING,
     RESPONSES_PATH,
     RESTORE_PATH,
     SNAPSHOT_TYPE,
@@ -63,6 +67,8 @@ from pdserve.server.openai.responses import stored
 from pdserve.server.openai.responses.endpoint import responses
 from pdserve.server.openai.responses.schemas import ResponsesBody
 from pdserve.server.pairing.single_requests import SingleRequests
+from pdserve.server.pooling_api.embeddings import embeddings
+from pdserve.server.pooling_api.schemas import EmbeddingsBody
 from pdserve.server.request.constraints import GrammarCheck
 from pdserve.server.request.schemas import (
     AbortBody,
@@ -104,6 +110,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/responses": ResponsesBody,
     MESSAGES_PATH: MessagesBody,
     COUNT_TOKENS_PATH: MessagesBody,
+    EMBEDDINGS_PATH: EmbeddingsBody,
     OLLAMA_CHAT_PATH: OllamaChatBody,
     OLLAMA_GENERATE_PATH: OllamaGenerateBody,
     OLLAMA_SHOW_PATH: OllamaShowBody,
@@ -147,6 +154,12 @@ INPUTS = openapi.Inputs(
             "after": {"type": "string"},
         },
         HISTORY_PATH: {name: {"type": "number", "minimum": 0} for name in ("seconds", "since")},
+        LOGS_PATH: {"lines": {"type": "integer", "minimum": 1, "maximum": MAX_LINES}},
+        "/v1/models": {
+            "limit": {"type": "integer", "minimum": 1, "maximum": models.MAX_LIMIT},
+            "after_id": {"type": "string"},
+            "before_id": {"type": "string"},
+        },
         RESTORE_PATH: {"kv": {"type": "string", "enum": list(KV_RULES)}},
         CHALLENGE_PATH: {"nonce": {"type": "string", "pattern": "^[0-9a-f]{32}$"}},
     },
@@ -279,6 +292,7 @@ ROUTES: tuple[tuple[str, str, str, Endpoint], ...] = (
     ("get_response_items", "GET", ITEMS_PATH, stored.response_items),
     ("post_messages", "POST", MESSAGES_PATH, messages),
     ("post_count_tokens", "POST", COUNT_TOKENS_PATH, count_tokens),
+    ("post_embeddings", "POST", EMBEDDINGS_PATH, embeddings),
     ("post_ollama_chat", "POST", OLLAMA_CHAT_PATH, ollama_chat),
     ("post_ollama_generate", "POST", OLLAMA_GENERATE_PATH, ollama_generate),
     ("post_ollama_show", "POST", OLLAMA_SHOW_PATH, ollama_show),
@@ -302,6 +316,7 @@ ROUTES: tuple[tuple[str, str, str, Endpoint], ...] = (
     ("get_weight_version", "GET", "/weight_version", admin.weight_version),
     ("get_version", "GET", "/version", admin.version),
     ("get_metrics", "GET", "/metrics", admin.metrics),
+    ("get_logs", "GET", LOGS_PATH, admin.logs),
     ("get_models", "GET", "/v1/models", models.list_models),
     ("get_model", "GET", "/v1/models/{name:path}", models.get_model),
     ("flush_cache", "POST", "/flush_cache", admin.flush_cache),
@@ -334,7 +349,7 @@ def _add_routes(
         app.add_api_route(f"/{command}", take, methods=["POST"], name=f"post_{command}", response_model=None)
     for name, methods, path, endpoint in ROUTES:
         handle = context.bind(endpoint)
-        if single is not None and path in GENERATING:
+        if single is not None and path in GENERATING and path not in POOLING:
             handle = single.wrap(path, handle)
         if path == RESPONSES_PATH:
             handle = stored.with_history(context, handle, pairs=single is not None)

@@ -146,9 +146,18 @@ class ServerContext:
         return lists
 
     def make_requests(
-        self, prompts: Sequence[GenerateRequest], n: int, body: TransferAddress, field: str, *, stream: bool
+        self,
+        prompts: Sequence[GenerateRequest],
+        n: int,
+        body: TransferAddress,
+        field: str,
+        *,
+        stream: bool,
+        pools: bool = False,
     ) -> list[RequestState]:
         """Call `intake.make_requests` with this server's configuration. The prompts of `body` came in `field`.
+
+        `pools`: no token is generated, so that a server with `--is-embedding` takes the requests, too.
 
         Clients may name the fake bootstrap host only with `--disaggregation-transfer-backend fake`, which moves no KV
         cache.
@@ -156,6 +165,9 @@ class ServerContext:
         Raises:
             RequestError: 400 naming the field; 503 for a priority with `--abort-on-priority-when-disabled`.
         """
+        if self.config.embedding.is_embedding and not pools:
+            message = "this server has an embedding model (--is-embedding) and generates no text"
+            raise RequestError(message, field=field, code="unsupported")
         schedule = self.config.schedule
         if body.priority is not None and schedule.abort_on_priority_when_disabled and not schedule.uses_priority:
             message = "Using priority is disabled for this server. Please send a new request without a priority."

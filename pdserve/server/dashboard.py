@@ -46,6 +46,8 @@ class ServerHistory:
         acceptance = metrics.speculation.whole()
         gauges["accept_length"] = None if acceptance is None else acceptance.accept_length
         gauges["tokens_per_s"] = metrics.tokens_per_s
+        if self._context.mode != "decode":
+            gauges["cache_hit_rate"] = metrics.cache_hit_rate
         metrics.history.record(time.time(), gauges)
 
     def _gauges(self, state: EngineState) -> Gauges:
@@ -56,6 +58,9 @@ class ServerHistory:
             "kv_device_used": state.num_used_tokens,
             "kv_device_total": state.max_total_tokens,
         }
+        flows = [flow for one in states for peer in one.peers for flow in (peer.sent, peer.received)]
+        if flows:
+            found["kv_transfer"] = sum(flow.recent_bytes_s for flow in flows)
         if any("hicache_host_total_tokens" in one.memory for one in states):
             found["kv_host_used"] = sum(one.memory.get("hicache_host_used_tokens", 0) for one in states)
             found["kv_host_total"] = sum(one.memory.get("hicache_host_total_tokens", 0) for one in states)

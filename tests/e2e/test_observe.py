@@ -143,6 +143,11 @@ def test_all_processes_log_dated_lines_and_no_line_of_an_engine(pair: Pair) -> N
         matches = [dated.match(line) for line in server.lines]
         assert all(matches), list(server.lines)
         assert {match["role"] for match in matches if match is not None} == roles
+    kept = requests.get(f"{pair.url}/logs", timeout=30).json()
+    answers = [kept, *kept["workers"].values()]
+    names = [{one["name"] for one in answer["processes"] if one["lines"]} for answer in answers]
+    assert names == [{"router"}, {"prefill", "prefill scheduler"}, {"decode", "decode scheduler"}]
+    assert all(dated.match(line) for answer in answers for one in answer["processes"] for line in one["lines"])
 
 
 @pytest.mark.slow

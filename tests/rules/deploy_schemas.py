@@ -32,15 +32,17 @@ EXPRESSION: Schema = fields(
     values={"type": "array", "items": TEXT},
 )
 
-LEADER_WORKER_SET: Schema = fields(
-    "apiVersion",
-    "kind",
-    "metadata",
-    "spec",
-    apiVersion={"const": "leaderworkerset.x-k8s.io/v1"},
-    kind={"const": "LeaderWorkerSet"},
-    metadata=METADATA,
-    spec=fields(
+
+def resource(api_version: str, kind: str, spec: Schema) -> Schema:
+    """A custom resource of one version and kind."""
+    head = {"apiVersion": {"const": api_version}, "kind": {"const": kind}, "metadata": METADATA}
+    return fields(*head, "spec", **head, spec=spec)
+
+
+LEADER_WORKER_SET: Schema = resource(
+    "leaderworkerset.x-k8s.io/v1",
+    "LeaderWorkerSet",
+    fields(
         "leaderWorkerTemplate",
         replicas=COUNT,
         startupPolicy={"enum": ["LeaderCreated", "LeaderReady"]},
@@ -62,15 +64,10 @@ LEADER_WORKER_SET: Schema = fields(
     ),
 )
 
-POD_MONITOR: Schema = fields(
-    "apiVersion",
-    "kind",
-    "metadata",
-    "spec",
-    apiVersion={"const": "monitoring.coreos.com/v1"},
-    kind={"const": "PodMonitor"},
-    metadata=METADATA,
-    spec=fields(
+POD_MONITOR: Schema = resource(
+    "monitoring.coreos.com/v1",
+    "PodMonitor",
+    fields(
         "selector",
         selector=fields(matchLabels=LABELS, matchExpressions={"type": "array", "items": EXPRESSION}),
         podTargetLabels={"type": "array", "items": TEXT},
@@ -93,15 +90,10 @@ SCALING_RULES: Schema = fields(
     },
 )
 
-SCALED_OBJECT: Schema = fields(
-    "apiVersion",
-    "kind",
-    "metadata",
-    "spec",
-    apiVersion={"const": "keda.sh/v1alpha1"},
-    kind={"const": "ScaledObject"},
-    metadata=METADATA,
-    spec=fields(
+SCALED_OBJECT: Schema = resource(
+    "keda.sh/v1alpha1",
+    "ScaledObject",
+    fields(
         "scaleTargetRef",
         "triggers",
         scaleTargetRef=fields("name", apiVersion=TEXT, kind=TEXT, name=TEXT),

@@ -1,7 +1,7 @@
 // <pd-admin>: a dialog with the commands for one server: drain, change of its role, migration of its requests. The router
 // checks the key; a refusal is shown.
 
-import { el, put } from "./dom.js";
+import { Keyed, el, put } from "./dom.js";
 import { feed } from "./feed.js";
 import { count, span } from "./format.js";
 
@@ -26,6 +26,7 @@ class Admin extends HTMLElement {
     this.drain = el("button", { type: "button", onclick: () => this.#drain() });
     this.roleButton = el("button", { type: "button", onclick: () => this.#switch() });
     this.running = el("ul", { class: "running" });
+    this.rows = new Keyed(this.running);
     this.none = el("p", { class: "muted" });
     const close = el("button", { type: "button", class: "quiet close", onclick: () => this.dialog.close() }, "Close");
     this.moves = el("section", {}, el("h3", {}, "Running requests"), this.none, this.running);
@@ -63,10 +64,17 @@ class Admin extends HTMLElement {
     this.moves.hidden = worker.worker_type !== "decode";
     put(this.none, own.length === 0 ? "No request with an id runs here." : others.length === 0 ? "There is no other decode server to move them to." : "");
     this.none.hidden = this.none.textContent === "";
-    if (this.running.contains(document.activeElement)) return; // keeps the button that has the focus
-    this.running.replaceChildren(...own.map((one) => el("li", {},
-      el("code", {}, one.rid), el("span", { class: "muted" }, `for ${span(one.age_s)}`),
-      ...others.map((to) => el("button", { type: "button", onclick: () => this.#move(one.rid, to.url) }, `Move to ${host(to.url)}`)))));
+    // Rows and buttons stay the same elements between snapshots, so that no click is lost.
+    const row = (one) => {
+      const node = el("li", {}, el("code", {}, one.rid), el("span", { class: "muted" }), el("span", { class: "targets" }));
+      node.buttons = new Keyed(node.lastChild);
+      return node;
+    };
+    this.rows.show(own, (one) => one.rid, row, (node, one) => {
+      put(node.children[1], `for ${span(one.age_s)}`);
+      const button = (to) => el("button", { type: "button", title: host(to.url), onclick: () => this.#move(one.rid, to.url) });
+      node.buttons.show(others, (to) => to.id, button, (found, to) => put(found, `Move to ${this.#name(to.url)}`));
+    });
   }
 
   #other(worker) {
@@ -95,8 +103,15 @@ class Admin extends HTMLElement {
     this.#send("POST", "pd_role_switch", { worker_url: worker.url, new_role: role }, `It is a ${role} server now.`);
   }
 
+  /** The name that the map shows for a worker. */
+  #name(url) {
+    const found = this.picture.workers.find((one) => one.url === url);
+    const own = this.picture.workers.filter((one) => one.worker_type === found?.worker_type);
+    return found === undefined ? host(url) : `${found.worker_type === "prefill" ? "Prefill" : "Decode"} ${own.indexOf(found) + 1}`;
+  }
+
   #move(rid, to) {
-    this.#send("POST", "migrate", { rid, to }, `The request has moved to ${host(to)}.`);
+    this.#send("POST", "migrate", { rid, to }, `The request has moved to ${this.#name(to)}.`);
   }
 
   async #send(method, path, body, done) {

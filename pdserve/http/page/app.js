@@ -8,6 +8,7 @@ import "./admin.js";
 import "./charts.js";
 import "./chat.js";
 import "./config.js";
+import "./failures.js";
 import "./key.js";
 import "./map.js";
 import "./request.js";
@@ -45,8 +46,9 @@ feed.addEventListener("picture", ({ detail: picture }) => {
   document.body.classList.remove("stale");
   setBanner(null);
   showHeader(picture);
+  find("#chat").hidden = Boolean(picture.router.is_server) && picture.workers[0].worker_type === "prefill"; // it writes no answers
   find("#lock").hidden = feed.key === null;
-  for (const name of ["pd-tiles", "pd-map", "pd-ttft", "pd-request", "pd-admin"]) find(name).show(picture);
+  for (const name of ["pd-tiles", "pd-map", "pd-ttft", "pd-failures", "pd-request", "pd-admin"]) find(name).show(picture);
   history.start();
 });
 

@@ -1,20 +1,20 @@
 // <pd-charts>: the history of the fleet or of one worker as line charts by uPlot, with a choice of the time range.
 
 import { el, mark, put } from "./dom.js";
+import { feed } from "./feed.js";
 import { bytes, count, percent, seconds, speed, tick } from "./format.js";
-import { RANGES, history } from "./history.js";
+import { RANGES, history, share } from "./history.js";
 
 const HEIGHT = 132;
 const LATENCY = [["p50", "c1"], ["p95", "c2"], ["p99", "c3"]];
-const share = (used, total) => used.map((value, index) => (value === null || !total[index] ? null : value / total[index]));
 const latency = (name) => LATENCY.map(([quantile, colour]) => [quantile, colour, (of) => of(`${name}_${quantile}_s`)]);
 
 /** The charts: title, explanation, format of values, and lines of [name, colour, function that returns the values].
- * An `optional` chart is hidden while it has no value. */
+ * An `optional` chart is hidden while it has no value; one of `streams`, on the page of a prefill server, which has none. */
 const CHARTS = [
   { name: "TTFT", what: "Time to the first token of streams, from the arrival at this address", text: seconds, lines: latency("ttft") },
-  { name: "Time to second token", what: "From the arrival to the second token: with disaggregation the first one that decode computes", text: seconds, lines: latency("second_token") },
-  { name: "ITL", what: "Inter-token latency: time between two pieces of a stream", text: seconds, lines: latency("itl") },
+  { name: "Time to second token", what: "From the arrival to the second token: with disaggregation the first one that decode computes", text: seconds, streams: true, lines: latency("second_token") },
+  { name: "ITL", what: "Inter-token latency: time between two pieces of a stream", text: seconds, streams: true, lines: latency("itl") },
   { name: "Error rate", what: "Share of ended requests that failed, by status 5xx, a broken stream or an error event", text: percent, top: 0.05, lines: [
     ["failed", "c4", (of) => share(of("failed"), of("requests"))],
   ] },
@@ -27,6 +27,12 @@ const CHARTS = [
     ["device", "c1", (of) => share(of("kv_device_used"), of("kv_device_total"))],
     ["host", "c2", (of) => share(of("kv_host_used"), of("kv_host_total"))],
   ] },
+  { name: "KV transfers", what: "Bytes a second of KV from prefill to decode, and of moved requests", text: (value) => `${bytes(value)}/s`, top: 1000, optional: true, lines: [
+    ["moved", "c2", (of) => of("kv_transfer")],
+  ] },
+  { name: "Prefix cache hits", what: "Share of the tokens of each server's newest 128 prompts that its prefix cache had", text: percent, top: 1, optional: true, lines: [
+    ["cached", "c1", (of) => of("cache_hit_rate")],
+  ] },
   { name: "KV store", what: "Bytes a second that are read from and written to the storage tier", text: (value) => `${bytes(value)}/s`, optional: true, lines: [
     ["read", "c1", (of) => of("kv_store_read")],
     ["written", "c2", (of) => of("kv_store_written")],
@@ -38,6 +44,9 @@ const CHARTS = [
 
 const clock = new Intl.DateTimeFormat("en", { hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false });
 const minutes = (range) => (range < 60 ? `${range} s` : `${range / 60} min`);
+/** Whether this is the page of a prefill server. */
+let hasNoStreams = false;
+feed.addEventListener("picture", ({ detail: { router, workers } }) => (hasNoStreams = Boolean(router.is_server) && workers[0].worker_type === "prefill"));
 const has = (values) => values.some((value) => value !== null);
 
 /** The places of values without a neighbour, which no line shows; null: all points are shown. */
@@ -63,7 +72,7 @@ class Chart {
   /** Shows the values of `view`; see `History.view`. */
   show(view) {
     this.values = this.spec.lines.map(([, , of]) => of(view.of));
-    this.box.hidden = Boolean(this.spec.optional) && !this.values.some(has);
+    this.box.hidden = (this.spec.optional || (this.spec.streams && hasNoStreams)) && !this.values.some(has);
     this.view = view;
     this.empty.hidden = this.values.some(has);
     this.#newest(null);
@@ -75,8 +84,9 @@ class Chart {
 
   /** Fits the chart to its card. */
   fit() {
-    if (this.plot !== null && this.canvas.clientWidth > 0) this.plot.setSize({ width: this.canvas.clientWidth, height: HEIGHT });
-    else if (this.view !== undefined) this.show(this.view);
+    const width = this.canvas.clientWidth;
+    if (this.plot !== null && width > 0 && this.plot.width !== width) this.plot.setSize({ width, height: HEIGHT });
+    else if (this.plot === null && this.view !== undefined) this.show(this.view);
   }
 
   /** Makes the chart anew, with the colours of the present scheme. */
@@ -119,7 +129,7 @@ class Chart {
       cursor: { y: false, drag: { x: false, y: false }, points: { size: 6 } },
       scales: { x: { time: true, auto: false }, y: { auto: false } },
       axes: [
-        { ...axis, size: 24, gap: 2, space: (_, index, from, to) => (to - from < 100 ? 52 : 40), values: (_, splits) => splits.map((at) => clock.format(new Date(at * 1000)).slice(0, history.range > 60 ? 5 : 8)) },
+        { ...axis, size: 28, gap: 6, incrs: () => (history.range > 60 ? [60, 120, 300] : [5, 10, 15, 30]), space: (_, index, from, to) => (to - from < 100 ? 52 : 40), values: (_, splits) => splits.map((at) => clock.format(new Date(at * 1000)).slice(0, history.range > 60 ? 5 : 8)) },
         { ...axis, size: 58, gap: 4, space: 28, values: (_, splits) => splits.map((value) => (this.spec.text === seconds ? tick(value) : this.spec.text(value))) },
       ],
       series: [{}, ...this.spec.lines.map(([name, line]) => ({
@@ -158,6 +168,7 @@ class Charts extends HTMLElement {
     this.select.value = history.worker ?? "";
     const view = history.view();
     this.charts.forEach((one) => one.show(view));
+    this.charts.forEach((one) => one.fit()); // a chart that has appeared makes others narrower
   }
 }
 

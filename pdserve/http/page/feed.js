@@ -19,6 +19,9 @@ function asRouter(body) {
   const router = {
     version: server.version, pd: role !== "regular", time: Date.now() / 1000, started_at: server.started_at, serving: server.status === "ready",
     queued: 0, running: [], is_server: true,
+    failures: requests.filter((one) => one.error !== null).map((one) => ({
+      time: one.arrived_at + (one.e2e_s ?? 0), path: one.path ?? "", id: one.id, worker: "", status: 0, error: one.error, seconds: one.e2e_s ?? 0,
+    })),
   };
   const halves = requests.map((one) => ({ key: one.id, arrived_at: one.arrived_at, halves: { [role]: { ...one, url: location.origin } } }));
   return { router, workers: [worker], pairs: [], edges: edges.map((one) => ({ ...one, from_url: null, to_url: null })), requests: halves };

@@ -9,6 +9,9 @@ const RANGE = "pdserve-range-s";
 /** Time ranges in seconds. */
 export const RANGES = [60, 300, 900];
 
+/** The quotients of two lists of values; null where one is not known, or the second is 0. */
+export const share = (used, total) => used.map((value, index) => (value === null || !total[index] ? null : value / total[index]));
+
 class History extends EventTarget {
   #timer = null;
   #asking = false;

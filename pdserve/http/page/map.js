@@ -66,12 +66,13 @@ class Deployment extends HTMLElement {
   show({ router, workers, edges, pairs }) {
     const names = new Map();
     this.healthy = new Set(workers.filter((one) => one.is_healthy).map((one) => one.url));
-    this.classList.toggle("pd", router.pd);
+    const isPd = router.pd && !router.is_server;
+    this.classList.toggle("pd", isPd);
     this.dead = new Map(pairs.filter((one) => !one.serving).map((one) => [`${one.prefill} ${one.decode}`, one.error]));
     const places = [];
     for (const [role, pool] of Object.entries(this.pools)) {
       const own = workers.filter((one) => one.worker_type === role);
-      pool.box.hidden = router.pd === (role === "regular");
+      pool.box.hidden = router.is_server ? own.length === 0 : router.pd === (role === "regular");
       pool.box.classList.toggle("dense", own.length > MANY_SERVERS);
       pool.none.hidden = own.length > 0;
       put(pool.hint, own.length > 1 ? `${own.length} ${HINTS[role]}` : own.length ? ONE[role] : "");
@@ -87,7 +88,7 @@ class Deployment extends HTMLElement {
       const dead = own.filter((pair) => !pair.serving);
       node.show(one, names.get(one.url), { all: own.length, dead: dead.map(partner), error: dead[0]?.error });
     }
-    this.wires.hidden = !router.pd;
+    this.wires.hidden = !isPd;
     const known = byServers(edges).filter((edge) => names.has(edge.from_url) && names.has(edge.to_url));
     const order = (edge) => `${names.get(edge.from_url)} ${names.get(edge.to_url)}`;
     this.edges = known.sort((a, b) => order(a).localeCompare(order(b), "en", { numeric: true }));

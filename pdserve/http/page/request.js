@@ -8,10 +8,13 @@ const MIN_PERCENT = 0.4;
 const host = (url) => url.replace(/^https?:\/\//, "");
 
 /** The parts of one half as [name, begin, seconds], from the arrival of the first half on. The rest after the first token
- * is `generation`. */
-function partsOf(role, half, began) {
+ * is `generation`. Decode's half of a pair has the times of prefill's steps too; while they run, it waits for KV. */
+function partsOf(role, half, began, isPair) {
+  const { queue = 0, prefill = 0, transfer = 0, ...own } = half.ttft_parts;
+  const isWaiting = isPair && role === "decode";
+  const grouped = isWaiting ? { intake: own.intake ?? 0, bootstrap: own.bootstrap ?? 0, "wait for KV": queue + prefill + transfer, delivery: own.delivery ?? 0 } : half.ttft_parts;
   let at = Math.max(0, half.arrived_at - began);
-  const parts = Object.entries(half.ttft_parts).map(([name, value]) => {
+  const parts = Object.entries(grouped).map(([name, value]) => {
     at += value;
     return [name, at - value, value];
   });
@@ -42,13 +45,13 @@ class RequestDialog extends HTMLElement {
     const facts = [
       ["id", whole.id],
       ["arrived", `${span(now - request.arrived_at)} ago`],
-      ["outcome", error ? "failed" : request.halves.prefill && !request.halves.decode ? "runs at decode" : whole.outcome],
+      ["outcome", error ? "failed" : request.halves.prefill && !request.halves.decode && !this.isServer ? "runs at decode" : whole.outcome],
       ...halves.map(([role, half]) => [role === "regular" ? "server" : role, host(half.url)]),
       ["room", whole.room],
       ["prompt", `${count(whole.prompt_tokens)} tokens, ${count((request.halves.prefill ?? whole).cached_tokens)} cached`],
       ["output", `${count(whole.completion_tokens)} tokens`],
       ["TTFT", whole.ttft_s === null ? null : seconds(whole.ttft_s)],
-      ["whole", whole.e2e_s === null ? null : seconds(whole.e2e_s)],
+      ["end to end", whole.e2e_s === null ? null : seconds(whole.e2e_s)],
       ["KV moved", whole.kv_bytes === null ? null : bytes(whole.kv_bytes)],
       ["KV writing", whole.kv_transfer_s === null ? null : seconds(whole.kv_transfer_s)],
     ].filter(([, value]) => value !== null && value !== undefined && value !== "");
@@ -61,16 +64,17 @@ class RequestDialog extends HTMLElement {
 
   /** Called with every snapshot: the open request may have ended at decode meanwhile. */
   show({ router, requests }) {
+    this.isServer = Boolean(router.is_server);
     const found = this.dialog.open && requests.find((one) => one.key === this.key);
     if (found) this.open(found, router.time);
   }
 
   #showParts(halves, began) {
-    const rows = halves.flatMap(([role, half]) => partsOf(role, half, began).map((part) => [role, ...part]));
+    const rows = halves.flatMap(([role, half]) => partsOf(role, half, began, halves.length > 1).map((part) => [role, ...part]));
     const whole = Math.max(1e-6, ...rows.map(([, , at, value]) => at + value));
     const ticks = el("div", { class: "ticks", "aria-hidden": "true" }, ...[0, 1, 2, 3, 4].map((step) => el("span", {}, step ? tick((whole * step) / 4) : "0")));
     const nodes = rows.map(([role, name, at, value]) => {
-      const bar = el("i", { class: `part-${name}` });
+      const bar = el("i", { class: `part-${name.replaceAll(" ", "-")}` });
       bar.style.marginLeft = `${(100 * at) / whole}%`;
       bar.style.width = `${Math.max(MIN_PERCENT, (100 * value) / whole)}%`;
       const text = role === "regular" ? name : `${role} · ${name}`;

@@ -27,9 +27,9 @@ function scaleOf(values) {
   return sorted.length ? roundUp(Math.min(sorted.at(-1), FEW * quantile(sorted, 0.5))) : 1;
 }
 
-function seen(request) {
+function seen(request, isServer) {
   const { prefill, decode, regular } = request.halves;
-  return { whole: decode ?? regular ?? prefill, prefill, running: prefill && !decode && !prefill.error };
+  return { whole: decode ?? regular ?? prefill, prefill, running: prefill && !decode && !prefill.error && !isServer };
 }
 
 class Ttft extends HTMLElement {
@@ -49,10 +49,11 @@ class Ttft extends HTMLElement {
   /** Called with every snapshot. */
   show({ router, requests }) {
     this.now = router.time;
+    this.isServer = Boolean(router.is_server);
     const shown = requests.slice(0, ROWS);
     this.none.hidden = shown.length > 0;
     this.axis.hidden = shown.length === 0;
-    const scale = scaleOf(shown.map((one) => seen(one).whole.ttft_s ?? 0).filter((value) => value > 0));
+    const scale = scaleOf(shown.map((one) => seen(one, this.isServer).whole.ttft_s ?? 0).filter((value) => value > 0));
     [...this.ticks.children].forEach((node, index) => put(node, index ? tick((scale * index) / 4) : "0"));
     this.rows.show(shown, (one) => one.key, () => this.#row(), (node, one) => this.#showRow(node, one, scale, router.time));
   }
@@ -65,7 +66,7 @@ class Ttft extends HTMLElement {
   }
 
   #showRow(node, request, scale, now) {
-    const { whole, prefill, running } = seen(request);
+    const { whole, prefill, running } = seen(request, this.isServer);
     node.request = request;
     const [when, bar, total, tokens, moved] = node.children;
     const failed = Boolean(whole.error ?? prefill?.error);

@@ -112,6 +112,10 @@ class TransformersModel:
         """See `Model.logits`. `hidden` are states behind the final norm."""
         return self._head(hidden).float()
 
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """See `Model.final_norm`. `hidden` are states behind the final norm."""
+        return hidden
+
     def _hidden(self, batch: ForwardBatch, on_layer: Callable[[int], None] | None = None) -> Tensor:
         """Compute the hidden states of all tokens, `[N, hidden_size]`, behind the final norm."""
         assert self._cache is not None

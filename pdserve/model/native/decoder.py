@@ -320,6 +320,12 @@ class NativeDecoder:
         for op in self._delta_ops:
             self._program.run(op, op + 1)
 
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """See `Model.final_norm`. `hidden` and the result are float32."""
+        weight, eps = norm_of(self._model.norm)
+        assert weight is not None, "only the last stage has the final norm"
+        return torch.nn.functional.rms_norm(hidden, hidden.shape[-1:], weight.float(), eps)
+
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Model.logits`. `hidden` is float32."""

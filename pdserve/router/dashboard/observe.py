@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import aiohttp
@@ -21,6 +21,7 @@ import orjson
 from aiohttp import web
 
 import pdserve
+from pdserve.observe.history import FailedCall
 from pdserve.router.config.config import RouterConfig, WorkerRole
 from pdserve.router.dashboard.cluster_snapshot import (
     NUM_REQUESTS,
@@ -72,12 +73,14 @@ class Observer:
         admission: Admission,
         session: aiohttp.ClientSession,
         drain: Drain,
+        failures: Collection[FailedCall],
     ) -> None:
         self._config = config
         self._registry = registry
         self._admission = admission
         self._session = session
         self._drain = drain
+        self._failures = failures
         self._observations: dict[Worker, WorkerObservation] = {}
         self._asked_at: float | None = None
         self._shown: bytes | None = None
@@ -168,7 +171,7 @@ class Observer:
         answers = {worker: answer for worker in workers if (answer := self._current(worker, observations[worker], now))}
         owners = {endpoint: worker.spec.url for worker in workers for endpoint in observations[worker].endpoints}
         return {
-            "router": self._router() | {"running": self._running(now)},
+            "router": self._router() | {"running": self._running(now), "failures": self._failed()},
             "workers": [
                 describe(worker, now)
                 | {"observed": self._observed(worker, observations[worker], answers.get(worker), now)}
@@ -223,6 +226,10 @@ class Observer:
             }
             for one in oldest
         ]
+
+    def _failed(self) -> list[dict[str, Any]]:
+        """Return the newest failed requests, the newest first."""
+        return [msgspec.to_builtins(one) for one in reversed([*self._failures])]
 
     def _forget(self, worker: Worker) -> None:
         observation = self._observations.pop(worker, None)

@@ -98,15 +98,18 @@ def with_rooms(
     return b"".join((memoryview(data)[:end], b",", memoryview(orjson.dumps(fields))[1:]))
 
 
-def wants_prompt_logprobs(path: str, body: dict[str, Any]) -> bool:
-    """Whether a request needs prompt log probabilities from prefill's answer."""
-    wanted = body.get("return_logprob")
+def merges_prefill(path: str, body: dict[str, Any]) -> bool:
+    """Whether prefill's answer has a part of the client's: log probabilities, or hidden states, of the prompt."""
+    if path != GENERATE_PATH:
+        return False
     start = body.get("logprob_start_len")
-    return (
-        path == GENERATE_PATH
-        and (wanted is True or (isinstance(wanted, list) and any(one is True for one in wanted)))
-        and (isinstance(start, list) or (isinstance(start, int) and start >= 0))
-    )
+    wants_logprobs = isinstance(start, list) or (isinstance(start, int) and start >= 0)
+    return _is_set(body.get("return_hidden_states")) or (wants_logprobs and _is_set(body.get("return_logprob")))
+
+
+def _is_set(flag: Any) -> bool:
+    """Whether a flag of `/generate` is true for a prompt."""
+    return flag is True or (isinstance(flag, list) and any(one is True for one in flag))
 
 
 class Attempt:

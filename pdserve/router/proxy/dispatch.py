@@ -39,8 +39,8 @@ from pdserve.router.proxy.attempts import (
     Attempt,
     Drain,
     batch_size,
+    merges_prefill,
     num_sequences,
-    wants_prompt_logprobs,
     with_rooms,
 )
 from pdserve.router.proxy.merge import event_merger, merged_body, prefill_metas
@@ -253,15 +253,11 @@ class Dispatcher:
                 prefill = asyncio.create_task(self._prefill_half(slots, call, data))
             outcome = await self._wait(prefill, decode, this, slots.pair)
             self._note(slots, outcome)
-            if (
-                prefill is not None
-                and isinstance(outcome, WorkerStream)
-                and wants_prompt_logprobs(call.path, call.body)
-            ):
+            if prefill is not None and isinstance(outcome, WorkerStream) and merges_prefill(call.path, call.body):
                 while not prefill.done() and this.reason is None:
                     await this.change()
                 this.answers(outcome)
-                outcome = await _with_prompt_logprobs(outcome, prefill) if prefill.done() else this.reason
+                outcome = await _with_prefill_answer(outcome, prefill) if prefill.done() else this.reason
                 assert outcome is not None, "prefill has answered, or the attempt was ended"
                 if failed(outcome):
                     self._note(slots, outcome)
@@ -346,7 +342,7 @@ class Dispatcher:
         headers[ROLE_HEADER] = worker.spec.role.mode
         headers.update(more)
         headers.update(own_headers(worker, self._config.access.key_for_workers))
-        if call.continued or wants_prompt_logprobs(call.path, call.body):
+        if call.continued or merges_prefill(call.path, call.body):
             headers.popall("Accept-Encoding", None)
         if call.continued:
             headers[STATE_HEADER] = "1"
@@ -428,10 +424,10 @@ def _json_of(call: ProxiedCall, body: dict[str, Any]) -> bytes | None:
     return None if call.data is None else orjson.dumps(body)
 
 
-async def _with_prompt_logprobs(
+async def _with_prefill_answer(
     upstream: WorkerStream, prefill: asyncio.Task[WorkerResponse | ConnectionFailed]
 ) -> HalfOutcome:
-    """Return decode's answer merged with prefill's prompt log probabilities, or prefill's failure."""
+    """Return decode's answer merged with what prefill's has of the prompt, or prefill's failure."""
     answer = await prefill
     if isinstance(answer, ConnectionFailed) or failed(answer):
         return answer
@@ -475,3 +471,10 @@ def _close_finished(half: asyncio.Task[Any]) -> None:
         log.error("a call to a worker raised an unexpected error", exc_info=error)
     elif isinstance(half.result(), WorkerStream):
         half.result().response.close()
+
+
+def _why(outcome: Outcome) -> str:
+    """Return why an outcome is no stream, for the log."""
+    if isinstance(outcome, WorkerResponse):
+        return f"status {outcome.status}: {outcome.body[:500].decode(errors='replace')}"
+    return f"a {outcome.response.content_type} answer" if isinstance(outcome, WorkerStream) else outcome.message

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -21,8 +22,8 @@ from pdserve.base.stream_state import RESUME_FIELD
 from pdserve.errors import RequestError
 from pdserve.http.access import LARGE_BODY_BYTES, BodyBudget
 from pdserve.http.error_forms import error_event
-from pdserve.http.errors import HttpRefusal
-from pdserve.observe.history import CallMeter, History
+from pdserve.http.errors import MAX_MESSAGE_CHARS, HttpRefusal
+from pdserve.observe.history import CallMeter, FailedCall, History
 from pdserve.observe.interval_stats import RouterStats
 from pdserve.observe.tracing import Tracing
 from pdserve.protocol.failure import Failure
@@ -41,6 +42,7 @@ from pdserve.router.workers.outcome import (
     WorkerResponse,
     WorkerStream,
     describe,
+    error_of,
     forwarded_headers,
     worker_failed,
 )
@@ -127,7 +129,7 @@ class GenerateHandler:
             return self._refuse(request)
         self._stats.begun()
         meter = self._history.meter(begun)
-        failed = True
+        failed, response = True, None
         try:
             with self._drain.call():
                 response = await self._traced(request, begun, meter)
@@ -138,8 +140,11 @@ class GenerateHandler:
             self._metrics.requests.labels(request.path, CLIENT_GONE).inc()
             raise
         finally:
-            self._stats.ended(self._admission.now() - begun, failed=failed)
+            seconds = self._admission.now() - begun
+            self._stats.ended(seconds, failed=failed)
             meter.ended(failed=failed)
+            if failed or meter.is_broken:
+                self._history.failures.append(_failed_call(request, response, meter, seconds))
         self._metrics.requests.labels(request.path, str(response.status)).inc()
         self._metrics.request_seconds.labels(request.path).observe(self._admission.now() - begun)
         return response
@@ -193,6 +198,26 @@ class GenerateHandler:
             return parse_object(data)
 
 
+def _failed_call(
+    request: web.Request, response: web.StreamResponse | None, meter: CallMeter, seconds: float
+) -> FailedCall:
+    """Describe a failed request. `response` None: an unexpected error of the router."""
+    body = response.body if isinstance(response, web.Response) else meter.error_event
+    error = ""
+    if isinstance(body, bytes):
+        event = body if body.startswith(b"{") else body.partition(b"data: ")[2]
+        _, error = error_of(event.partition(b"\n")[0])
+    return FailedCall(
+        time=time.time(),
+        path=request.path,
+        id=request[REQUEST_ID],
+        worker=meter.name,
+        status=500 if response is None else response.status,
+        error=error[:MAX_MESSAGE_CHARS] or ("the stream broke off" if meter.is_broken else "no error text"),
+        seconds=seconds,
+    )
+
+
 async def relay(request: web.Request, outcome: Outcome, deadline: float, meter: CallMeter) -> web.StreamResponse:
     """Send the outcome to the client; `deadline` is in the event loop's time."""
     if not isinstance(outcome, Failure):
@@ -234,7 +259,7 @@ async def _relay_stream(
                 async with asyncio.timeout_at(deadline):
                     await client.write(piece)
     except EndedError as error:
-        meter.is_broken = True
+        meter.broke(orjson.dumps(HttpRefusal.of(error.failure.error()).body))
         await _end_broken(request, response, client.tail, error.failure)
     except TimeoutError:
         if request.transport is not None:
@@ -313,11 +338,14 @@ async def _continued(
             again = await _go_on(stream, error.failure, deadline) if ending is None else None
             if again is not None:
                 upstream, chunk = again, again.first
+                meter.mended()
                 meter.name = again.worker.spec.url
                 continue
             if ending is None and not stream.error_event:
                 raise
-            meter.is_broken = ending is None
+            meter.mended()
+            if ending is None:
+                meter.broke(stream.error_event)
             ending = stream.error_event if ending is None else ending
         yield ending
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +13,12 @@ from aiohttp import web
 from multidict import CIMultiDict
 from yarl import URL
 
-from pdserve.http.errors import error_object
+from pdserve.base.log_ring import last_lines, parse_num_lines
+from pdserve.base.redaction import Redactor, secrets_of
+from pdserve.errors import RequestError
+from pdserve.http.errors import HttpRefusal, error_object
 from pdserve.router.config.config import RouterConfig, WorkerRole
-from pdserve.router.http import BODY, RETRY_AFTER, error_response, is_admin, json_response
+from pdserve.router.http import BODY, RETRY_AFTER, error_response, is_admin, json_response, refused
 from pdserve.router.workers.health import HealthMonitor
 from pdserve.router.workers.outcome import WorkerResponse, forwarded_headers, own_headers, returned_headers
 from pdserve.router.workers.workers import Registry, Worker
@@ -55,6 +59,20 @@ class WorkerFanout:
         for info in [*by_role[WorkerRole.REGULAR], *by_role[WorkerRole.DECODE]][:1]:
             merged |= info
         return json_response(merged | by_role)
+
+    async def logs(self, request: web.Request) -> web.Response:
+        """Return the last log lines of the router, and of each healthy worker by its URL, without secrets."""
+        try:
+            most = parse_num_lines(request.query.get("lines"))
+        except RequestError as error:
+            return refused(HttpRefusal.of(error))
+        workers, access = self._alive(), self._config.access
+        given = (access.api_key, access.admin_api_key, access.worker_api_key, access.worker_admin_api_key)
+        redactor = Redactor([*(key for key in given if key is not None), *secrets_of(os.environ)])
+        answers = await asyncio.gather(*(self._get_object(request, worker) for worker in workers))
+        found = {worker.spec.url: answer for worker, answer in zip(workers, answers, strict=True)}
+        own = await asyncio.to_thread(last_lines, most, redactor)
+        return json_response({"processes": own, "workers": found}, headers={"Cache-Control": "no-store"})
 
     async def document(self, request: web.Request) -> dict[str, Any]:
         """Return the OpenAPI document of a worker that has one, decode workers first; `{}` if none has."""

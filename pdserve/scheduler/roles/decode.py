@@ -115,6 +115,7 @@ class DecodeRole(MixedBatchRole):
             if not self._context.memory.table.num_free:
                 raise NO_ROOM.error()
             self._kv.learn_sender(address, room.sender)
+        req.num_hidden = req.num_input_tokens  # prefill's answer has the hidden states of these tokens
         digest, logprob_params = prompt_digest(req.spec.given_ids, req.adapter_digest), req.spec.logprobs
         needs_transfer = logprob_params is not None and logprob_params.needs_transfer
         req.receiver = self._kv.open_receiver(room.room, address, digest, takes_logprobs=needs_transfer)

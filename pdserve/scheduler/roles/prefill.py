@@ -141,6 +141,8 @@ class PrefillRole(BaseRole):
             assert req.sender is not None and req.lease is not None
             if index in result.prompts:
                 self._send_logprobs(req, result.prompts[index])
+            if index in result.hidden:
+                self._context.outbox.emit_hidden(req, result.hidden[index])
             complete = self._batch_planner.prefilling.committed(req, row.end)
             is_early = req in self._optimistic
             if not complete:

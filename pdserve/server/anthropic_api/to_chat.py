@@ -11,8 +11,6 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import msgspec
-
 from pdserve.errors import RequestError
 from pdserve.http.access import BILLING_HEADER
 from pdserve.server.anthropic_api.schemas import (
@@ -34,7 +32,6 @@ from pdserve.server.request.schemas import (
     ContentPart,
     FunctionCall,
     FunctionSpec,
-    OpenAIBody,
     ToolCall,
     ToolSpec,
 )
@@ -61,9 +58,7 @@ def to_chat(body: MessagesBody) -> ChatBody:
         raise RequestError("n must be 1: a message is one output", field="n")
     if body.stop is not None and body.stop_sequences is not None:
         raise RequestError("stop and stop_sequences cannot be combined", field="stop_sequences")
-    fields = {
-        name: value for name, value in msgspec.structs.asdict(body).items() if name in OpenAIBody.__struct_fields__
-    }
+    fields = body.shared_fields()
     fields["max_tokens"] = None
     fields["custom_params"] = _custom_params(body)
     if body.stop_sequences is not None:
@@ -120,11 +115,7 @@ def with_fields_of(body: MessagesBody) -> Iterator[None]:
             renamed.append(_FORMAT)
         if body.thinking is not None and body.thinking.budget_tokens is not None:
             renamed.append(_BUDGET)
-        message, field = error.message, error.field
-        for theirs, ours in renamed:
-            message = theirs.sub(ours, message)
-            field = None if field is None else theirs.sub(ours, field)
-        raise error.renamed(message, field) from error
+        raise error.with_names(renamed) from error
 
 
 def _messages(body: MessagesBody) -> list[ChatMessage]:

@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import msgspec
-
 from pdserve.errors import RequestError
 from pdserve.server.ollama_api.schemas import (
     OllamaBody,
@@ -17,7 +15,7 @@ from pdserve.server.ollama_api.schemas import (
     OllamaMessage,
     OllamaOptions,
 )
-from pdserve.server.request.schemas import ChatBody, ChatMessage, FunctionCall, OpenAIBody, ToolCall
+from pdserve.server.request.schemas import ChatBody, ChatMessage, FunctionCall, ToolCall
 
 NO_LIMIT = (1 << 31) - 1
 """`num_predict` of a body without a limit: what fits the context is generated."""
@@ -96,9 +94,7 @@ def with_ollama_fields(body: OllamaBody) -> Iterator[None]:
 def _chat(body: OllamaBody, messages: Sequence[ChatMessage], **fields: Any) -> ChatBody:
     if body.n not in (None, 1):
         raise RequestError("n must be 1: an answer is one output", field="n")
-    shared = {
-        name: value for name, value in msgspec.structs.asdict(body).items() if name in OpenAIBody.__struct_fields__
-    }
+    shared = body.shared_fields()
     shared |= {"max_tokens": None, "stream": body.stream is not False}
     if body.options is not None:
         shared |= _sampling(body.options)

@@ -42,7 +42,7 @@ Priority = Annotated[int, msgspec.Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
 
 UNSUPPORTED_NATIVE = (
     "audio_data", "image_data", "input_embeds",
-    "return_hidden_states", "return_routed_experts", "session_params", "video_data",
+    "return_routed_experts", "session_params", "video_data",
 )  # fmt: skip
 UNSUPPORTED_OPENAI = (
     "input_embeds", "lora_path", "return_hidden_states", "session_params",
@@ -103,6 +103,7 @@ class GenerateBody(msgspec.Struct):
     token_ids_logprob: PickedIds = None
     return_text_in_logprobs: bool | None = None
     return_prompt_token_ids: bool | None = None
+    return_hidden_states: Flags = None
     rid: Names = None
     priority: Priority | None = None
     data_parallel_rank: int | None = None
@@ -164,6 +165,10 @@ class OpenAIBody(ConstraintFields):
     bootstrap_port: Ports = None
     bootstrap_room: Rooms = None
     pdserve_resume: Resume | None = None
+
+    def shared_fields(self) -> dict[str, Any]:
+        """Return the fields that every OpenAI body has, by name; not those of a subclass."""
+        return {name: getattr(self, name) for name in OpenAIBody.__struct_fields__}
 
 
 class CompletionBody(OpenAIBody):

@@ -1,10 +1,11 @@
-"""Server and model info, load, metrics, `/flush_cache`, `/abort_request`."""
+"""Server and model info, load, metrics, `/flush_cache`, `/abort_request`, `/logs`."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import math
+import os
 import time
 from typing import Any
 
@@ -14,7 +15,9 @@ from fastapi.responses import Response
 
 import pdserve
 from pdserve.base.host_facts import host_facts
+from pdserve.base.log_ring import last_lines, parse_num_lines
 from pdserve.base.process_use import own_processes
+from pdserve.base.redaction import Redactor, secrets_of
 from pdserve.config.access_group import shown
 from pdserve.errors import RequestError
 from pdserve.http.errors import error_object
@@ -115,7 +118,7 @@ def _sglang_facts(context: ServerContext) -> dict[str, Any]:
         "max_req_input_len": limits.most_prompt_tokens if limits else None,
         "context_length": ready.context_length if ready else context.config.model.context_length,
         "skip_tokenizer_init": context.tokenizer is None,
-        "is_embedding": False,
+        "is_embedding": context.config.embedding.is_embedding,
         "stream_interval": 1,
         "lora_paths": context.adapters or None,
         "kv_events": _kv_events(context),
@@ -274,3 +277,16 @@ async def abort_request(context: ServerContext, request: Request) -> Response:
     if body.rid is not None and not body.abort_all and context.suspended is not None:
         num_aborted += context.suspended.drop(body.rid)
     return json_response({"num_aborted": num_aborted})
+
+
+async def logs(context: ServerContext, request: Request) -> Response:
+    """Return the last `lines` log lines of each process of this server on this host, without secrets.
+
+    Raises:
+        RequestError: 400 naming `lines`.
+    """
+    most, access = parse_num_lines(request.query_params.get("lines")), context.config.access
+    keys = [key for key in (access.api_key, access.admin_api_key) if key is not None]
+    return json_response(
+        {"processes": await asyncio.to_thread(last_lines, most, Redactor([*keys, *secrets_of(os.environ)]))}
+    )

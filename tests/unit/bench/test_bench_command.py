@@ -14,10 +14,12 @@ from pdserve.bench import flags
 from pdserve.bench.campaign import BenchPlan, BenchService, Campaign, LoadPoint
 from pdserve.bench.client import BenchClient, BenchTarget
 from pdserve.bench.load import run_load, single
-from pdserve.bench.metrics import Slo
+from pdserve.bench.metrics import METRICS, Slo
 from pdserve.cli import bench
 from pdserve.errors import ConfigError
 from tests.unit.bench.kit import FakeService, Json, SteppedClock, event, piece, plain, serving, usage
+
+KINDS = ("mean", "median", "p90", "p95", "p99")
 
 
 def parsed(*words: str) -> argparse.Namespace:
@@ -29,6 +31,7 @@ def parsed(*words: str) -> argparse.Namespace:
 async def run(service: FakeService, *words: str) -> Json:
     small = ("--random-input-len", "7", "--random-output-len", "3")
     args = parsed("--base-url", service.url, *(small if "--dataset-name" not in words else ()), *words)
+    bench.check_outputs(args)
     report = await bench.run(args)
     bench.show(args, report)
     bench.save(args, report)
@@ -94,9 +97,9 @@ async def test_two_services_get_the_same_requests_in_turn() -> None:
             "0",
         ]
         report = await run(one, *words)
+        host = other.url.partition("://")[2]
     order = [(result["label"], result["round"]) for result in report["results"]]
-    first, second = [("pair", 0), ("compared", 0)], [("compared", 1), ("pair", 1)]
-    assert order == [*first, *second, ("pair", 2), ("compared", 2)]
+    assert order == [("pair", 0), (host, 0), (host, 1), ("pair", 1), ("pair", 2), (host, 2)]
     sent = [sorted(json.dumps(body["prompt"]) for body in service.bodies) for service in (one, other)]
     assert sent[0] == sent[1] and len(set(sent[0])) == 6
 
@@ -148,9 +151,11 @@ async def test_the_search_ends_at_the_highest_rate_within_the_limits(monkeypatch
 
     async def measured(self: Campaign, service: Any, point: LoadPoint, round_index: int, seed: int) -> Json:
         rates.append(point.rate)
-        return {"request_rate": point.rate, "goodput_share": 1.0 if point.rate <= limit else 0.5}
+        share = 1.0 if point.rate <= limit else 0.5
+        return {"request_rate": point.rate, "goodput_share": share, "max_concurrent_requests": in_flight}
 
     monkeypatch.setattr(Campaign, "_run_one", measured)
+    in_flight = 2
     client = BenchClient(BenchTarget(base_url="http://a"))
     plan = BenchPlan(sessions=lambda seed: [], slo=Slo.parse(["ttft:1"]))
     campaign = Campaign(plan, [service := BenchService(label="x", client=client)])
@@ -163,6 +168,9 @@ async def test_the_search_ends_at_the_highest_rate_within_the_limits(monkeypatch
         limit = all_or_none
         best, results = await campaign.search(service, 1.0, None)
         assert best["max_rate_within_slo"] == expected and len(results) == 12
+    in_flight = 1
+    best, results = await campaign.search(service, 1.0, None)
+    assert best["max_rate_within_slo"] is None and len(results) == 1, "a lower rate is no better"
 
 
 async def test_a_search_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,7 +178,7 @@ async def test_a_search_from_the_command_line(capsys: pytest.CaptureFixture[str]
         words = ["--num-prompts", "2", "--goodput", "ttft:0.0001", "--search-goodput", "--request-rate", "4000"]
         report = await run(service, *words)
     assert report["goodput_search"][0]["max_rate_within_slo"] is None
-    assert "the highest rate that keeps 90% within the limits: no rate" in capsys.readouterr().out
+    assert "the highest rate that keeps 90% within the limits: no rate, down to " in capsys.readouterr().out
 
 
 async def test_a_failed_warm_up_says_why() -> None:
@@ -203,12 +211,61 @@ async def test_a_failed_warm_up_says_why() -> None:
         ("--goodput-target 0", "goodput_target"),
         ("--vocab-size 10", "vocab_size"),
         ("--num-warmups -1", "num_warmups"),
+        ("--goodput ttft:1 --search-goodput --request-rate 1 2", "search_goodput"),
+        ("--goodput ttft:1 --search-goodput --num-rounds 2", "search_goodput"),
+        ("--result-dir x", "result_dir"),
+        ("--compare-label b", "compare_label"),
+        ("--compare http://a --label b --compare-label b", "compare_label"),
+        ("--compare http://127.0.0.1:8000", "compare_label"),
     ],
 )
 def test_a_wrong_flag_is_named(words: str, field: str) -> None:
     with pytest.raises(ConfigError) as raised:
         parsed(*words.split())
     assert raised.value.field == field and f"--{field.replace('_', '-')}" in str(raised.value)
+
+
+async def test_a_file_with_times_has_no_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.jsonl"
+    rows = [{"timestamp": 5000 + 10 * index, "input_length": 20, "output_length": 3} for index in range(3)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--dataset-name", "mooncake", "--dataset-path", str(path)]
+    async with serving(FakeService(plain)) as service:
+        report = await run(service, *words)
+        for more, field in (
+            (["--request-rate", "3"], "request_rate"),
+            (["--goodput", "ttft:9", "--search-goodput"], "search_goodput"),
+        ):
+            with pytest.raises(ConfigError, match="times of its own") as raised:
+                await run(service, *words, *more)
+            assert raised.value.field == field
+    assert report["results"][0]["request_rate"] == "trace" and report["results"][0]["completed"] == 3
+
+
+def test_files_that_cannot_be_written_are_told_before_the_first_run(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for flag, path in (("--output-json", tmp_path), ("--output-html", tmp_path / "file" / "a.html")):
+        with pytest.raises(ConfigError, match=f"{flag} .*cannot be written"):
+            bench.main(["--base-url", "http://127.0.0.1:9", flag, str(path)])
+
+
+def test_an_interrupted_sweep_shows_and_keeps_the_runs_that_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+
+    async def interrupted(args: argparse.Namespace, progress: bench.BarProgress) -> Json:
+        progress.begin("a run", 1)
+        progress.end(ended)
+        progress.begin("another run", 1)
+        raise KeyboardInterrupt
+
+    ended: Json = {"label": "a", "request_rate": 1.0, "completed": 1, "failed": 0, "error_kinds": {}}
+    ended |= {"error_messages": [], **{f"{kind}_{name}_ms": 1.0 for name in METRICS for kind in KINDS}}
+    monkeypatch.setattr(bench, "run", interrupted)
+    assert bench.main(["--output-json", str(out)]) == bench.INTERRUPTED
+    assert json.loads(out.read_text())["results"] == [ended]
+    assert "Successful requests:                      1" in capsys.readouterr().out
 
 
 def test_flags_that_meet_in_the_request_are_checked_too() -> None:

@@ -108,6 +108,12 @@ def test_a_file_of_ones_own_repeats_until_there_are_enough(tmp_path: Path) -> No
     assert [session.turns[0].output_len for session in found] == [9, 9]
 
 
+def test_times_of_a_file_begin_with_its_first_line(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "timestamp": 1.7e12 + at_ms} for at_ms in (0, 500, 250)]
+    found = made(name="custom", path=lines(tmp_path / "f.jsonl", *rows), num_prompts=9, time_scale=2.0)
+    assert [session.at_s for session in found] == [0.0, 1.0, 0.5]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "told"),
     [
@@ -115,6 +121,9 @@ def test_a_file_of_ones_own_repeats_until_there_are_enough(tmp_path: Path) -> No
         ("custom", '{"prompt": [1, true]}', "line 1: prompt must be"),
         ("custom", '{"prompt": "a", "output_tokens": 0}', "output_tokens must be at least 1"),
         ("custom", "", "it has no request"),
+        ("mooncake", "", "it has no request"),
+        ("conversations", '{"messages": []}', "it has no request"),
+        ("custom", '{"prompt": "a", "timestamp": 1}\n{"prompt": "a"}', "line 2: timestamp must be a number"),
         ("custom", "[1]", "entry 0: it is no JSON object"),
         ("custom", "[1", "it is no JSON"),
         ("mooncake", '{"timestamp": 1, "input_length": 2}', "line 1: output_length must be a number"),

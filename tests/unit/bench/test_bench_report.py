@@ -70,6 +70,20 @@ def test_rounds_of_a_load_are_one_point_and_concurrencies_an_axis() -> None:
     assert len(curves(chart.svg)[-1]) == 2 and "requests in flight at most" in texts(chart.svg)
 
 
+def test_a_long_legend_has_several_lines_and_groups_their_own_colours() -> None:
+    results = [result(f"127.0.0.1:1800{port}", rate, 0.1, limit=limit)
+               for port in (1, 2) for rate in (1.0, 2.0) for limit in (4, 8)]  # fmt: skip
+    chart = next(chart for chart in charts_of(results) if chart.title == "Time to first token").svg
+    found = list(ElementTree.fromstring(chart.render("t")).iter(f"{SVG}text"))
+    legend = [(float(str(text.get("x"))), float(str(text.get("y"))), text.text) for text in found
+              if "127.0.0.1" in str(text.text)]  # fmt: skip
+    assert len(legend) == 8 and len({y for _, y, _ in legend}) > 1
+    assert all(x + 6 * len(str(text)) < chart.size[0] for x, _, text in legend)
+    classes = {str(line.get("class")) for line in ElementTree.fromstring(chart.render("t")).iter(f"{SVG}polyline")}
+    assert len(classes) == 4
+    assert all(y < 300 for curve in curves(chart)[-8:] for _, y in curve)
+
+
 def test_one_load_has_distributions_and_its_course() -> None:
     titles = [chart.title for chart in charts_of([result("a", "inf", 0.1), result("b", "inf", 0.1)])]
     assert "Time to first token: share of requests" in titles and "Inter-token latency: share of gaps" in titles
@@ -116,11 +130,14 @@ def test_the_page_has_all_figures_and_loads_nothing() -> None:
 
 def test_the_page_tells_the_search() -> None:
     best = {"label": "a", "goodput_target": 0.9, "goodput_slo_ms": {"ttft": 200.0}, "max_rate_within_slo": 3.5}
+    best |= {"goodput_share": 0.92, "lowest_rate_beyond_slo": 4.0}
     text = html_report.page(report(result("a", 1.0, 0.1)) | {"goodput_search": [best]})
-    assert "a: highest rate with 90% of requests within ttft 200 ms: 3.5 requests/s" in text
-    assert "ttft 200 ms: none" in html_report.page(
-        report(result("a", 1.0, 0.1)) | {"goodput_search": [best | {"max_rate_within_slo": None}]}
-    )
+    assert "a: highest rate with 90% of requests within ttft 200 ms: 3.5 requests/s (92% within)" in text
+    for more, told in (({"max_rate_within_slo": None}, "no rate, down to 4 requests/s"),
+                       ({"lowest_rate_beyond_slo": None}, "at least 3.5 requests/s (92% within)")):  # fmt: skip
+        assert f"ttft 200 ms: {told}" in html_report.page(
+            report(result("a", 1.0, 0.1)) | {"goodput_search": [best | more]}
+        )
 
 
 def test_the_image_has_the_charts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.cli.redaction import Redactor, secrets_of
+from pdserve.base.redaction import Redactor, secrets_of
 from pdserve.cli.support_bundle import main
 from pdserve.errors import ConfigError
 from tests.fleet_service import FleetService
@@ -50,6 +50,10 @@ def test_no_secret_is_in_the_archive(
     log.write_text(
         f"started: pdserve serve m --api-key {SECRETS['command']} --port 1\n{SECRETS['log']} {SECRETS['hub']}\nkept\n"
     )
+    kept = {"processes": [{"name": "decode scheduler", "lines": [f"a {SECRETS['log']}", "b"]}]}
+    own = {"processes": [{"name": "router", "lines": ["started"]}], "workers": {service.decode: kept}}
+    own["workers"]["http://dead:1"] = {"error": "no answer"}
+    service.texts["/logs?lines=5000"] = json.dumps(own)
     output = tmp_path / "bundle.tar.gz"
     keys = ["--api-key", SECRETS["flag"], "--admin-api-key", SECRETS["admin"]]
     assert main([service.url, "-o", str(output), "--log", str(tmp_path), *keys]) == 0
@@ -60,7 +64,9 @@ def test_no_secret_is_in_the_archive(
     assert files["bundle/logs/00-router.log"].endswith("kept\n")
     assert json.loads(files["bundle/server_info.json"])["vocab_size"] == 320
     assert "bucket" in files["bundle/server_info.json"]
-    assert json.loads(files["bundle/manifest.json"])["missing"] == {}
+    assert json.loads(files["bundle/manifest.json"])["missing"] == {"logs/dead-1": "no answer"}
+    assert files["bundle/logs/0-router.log"] == "started\n"
+    assert files[f"bundle/logs/localhost-{service.port}-0-decode-scheduler.log"] == "a [redacted]\nb\n"
     assert {"observe.json", "workers.json", "metrics.txt", "doctor.txt", "environment.json"} <= {
         Path(name).name for name in files
     }
@@ -76,7 +82,7 @@ def test_parts_that_cannot_be_read_are_told(
     output = tmp_path / "b.tar.gz"
     assert main([service.url, "-o", str(output)]) == 0
     missing = json.loads(contents(output)["b/manifest.json"])["missing"]
-    assert set(missing) == {"workers.json", "loads.json", "engine_metrics.txt"}
+    assert set(missing) == {"workers.json", "loads.json", "engine_metrics.txt", "logs/"}
     assert main(["http://127.0.0.1:1", "-o", str(output)]) == 1
     assert "without server_info.json: nothing answers" in capsys.readouterr().err
 

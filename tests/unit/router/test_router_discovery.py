@@ -50,6 +50,25 @@ async def kube_server(tls: ssl.SSLContext | None = None) -> AsyncIterator[FakeKu
         await kube.stop()
 
 
+def held_stream(end: asyncio.Event) -> Callable[..., Coroutine[Any, Any, web.StreamResponse]]:
+    """Return an answer that streams an event, and its end when `end` is set."""
+
+    async def stream(_: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = await begin_stream(request)
+        await response.write(b"data: 1\n\n")
+        await end.wait()
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    return stream
+
+
+def of_monolith(kube: FakeKube, worker: Any) -> DiscoveryConfig:
+    """Return the settings of a router that finds `worker`, a monolith with the label `app=mono`."""
+    selector = (("app", "mono"),)
+    return discovery(kube, port_of(worker), pd=False, selector=selector, prefill_selector=(), decode_selector=())
+
+
 def port_of(worker: Any) -> int:
     port = urlsplit(worker.url).port
     assert port is not None
@@ -100,19 +119,9 @@ def test_requests_go_through_discovered_pods_and_a_terminating_one_is_drained(ru
     async def scenario(world: Any) -> None:
         async with kube_server() as kube:
             end = asyncio.Event()
-
-            async def stream(_: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-                response = await begin_stream(request)
-                await response.write(b"data: 1\n\n")
-                await end.wait()
-                return response
-
-            worker = await world.worker("r", stream)
+            worker = await world.worker("r", held_stream(end))
             kube.put("r", "127.0.0.1", {"app": "mono"})
-            own = discovery(
-                kube, port_of(worker), pd=False, selector=(("app", "mono"),), prefill_selector=(), decode_selector=()
-            )
-            async with world.router([], [], discovery=own) as url:
+            async with world.router([], [], discovery=of_monolith(kube, worker)) as url:
                 await world.until(lambda: world.healthy_urls(url), lambda urls: urls == {worker.url})
                 async with world.session.post(url + "/generate", json={"text": "a", "stream": True}) as response:
                     assert response.status == 200
@@ -134,20 +143,9 @@ def test_a_pod_whose_labels_come_back_while_it_drains_keeps_its_requests(run_wor
     async def scenario(world: Any) -> None:
         async with kube_server() as kube:
             end = asyncio.Event()
-
-            async def stream(_: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-                response = await begin_stream(request)
-                await response.write(b"data: 1\n\n")
-                await end.wait()
-                await response.write(b"data: [DONE]\n\n")
-                return response
-
-            worker, labels = await world.worker("r", stream), {"app": "mono"}
+            worker, labels = await world.worker("r", held_stream(end)), {"app": "mono"}
             kube.put("r", "127.0.0.1", labels)
-            own = discovery(
-                kube, port_of(worker), pd=False, selector=(("app", "mono"),), prefill_selector=(), decode_selector=()
-            )
-            async with world.router([], [], discovery=own) as url:
+            async with world.router([], [], discovery=of_monolith(kube, worker)) as url:
                 await world.until(lambda: world.healthy_urls(url), lambda urls: urls == {worker.url})
                 before = (await listed(world, url))["127.0.0.1"]
                 async with world.session.post(url + "/generate", json={"text": "a", "stream": True}) as response:

@@ -12,7 +12,7 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.router.proxy.attempts import wants_prompt_logprobs
+from pdserve.router.proxy.attempts import merges_prefill
 from pdserve.router.proxy.merge import event_merger, merged_body, prefill_metas
 
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
@@ -36,7 +36,7 @@ ASK = {"text": "a", "return_logprob": True, "logprob_start_len": 0}
     ],
 )
 def test_only_requests_with_prompt_logprobs_wait_for_prefill(path: str, body: dict[str, Any], expected: bool) -> None:
-    assert wants_prompt_logprobs(path, body) is expected
+    assert merges_prefill(path, body) is expected
 
 
 def test_bodies_are_merged_single_and_batch_and_left_alone_otherwise() -> None:

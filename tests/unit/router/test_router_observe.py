@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -10,6 +11,8 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from pdserve.base import log_ring
+from pdserve.base.log_ring import LogRing
 from pdserve.router.app import ROUTER
 from pdserve.router.config.config import RouterAccessConfig, WorkerRole
 from pdserve.router.dashboard.cluster_snapshot import ObserveReply, join_edges, join_requests, parse_answer
@@ -219,15 +222,22 @@ async def stream(worker: Any, request: web.Request, body: dict[str, Any]) -> web
     response = await begin_stream(request)
     for number in range(3):
         await response.write(b"data: {%d}\n\n" % number)
-    await response.write(b'data: {"error":{}}\n\n' if body.get("breaks") else b"data: [DONE]\n\n")
+    await response.write(b'data: {"error":{"message":"lost"}}\n\n' if body.get("breaks") else b"data: [DONE]\n\n")
     await response.write_eof()
     return response
+
+
+async def refuses(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    return web.json_response({"error": {"message": "no memory"}}, status=500)
 
 
 def test_the_history_has_latencies_of_streams_failures_and_memory(run_world: RunWorld) -> None:
     async def scenario(world: Any) -> None:
         prefill, decode = await world.worker("p"), await world.worker("d", stream)
-        prefill.observed, decode.observed = told("p:1"), told("d:1")
+        moved = edge("p:1", "d:1") | {"gb_per_s": 0.5}
+        prefill.observed = told("p:1", edges=[moved, edge("p:1", "d:2") | {"gb_per_s": 0.25}])
+        prefill.observed["rates"] = {"cache_hit_rate": 0.5}
+        decode.observed = told("d:1", edges=[moved | {"gb_per_s": 0.4}])
         state = decode.observed["replicas"][0]["state"]
         store = {"store": "file", "store_read_bytes": 100, "store_written_bytes": 5}
         state |= {"tokens": {"used": 5, "max": 64}, "running": 2, "waiting": 1}
@@ -250,7 +260,17 @@ def test_the_history_has_latencies_of_streams_failures_and_memory(run_world: Run
                 [5],
             )
             assert fleet["running"] == [0], "of the router's own requests none runs"
+            assert (fleet["kv_transfer"], fleet["cache_hit_rate"]) == ([0.75e9], [0.5]), "both ends report an edge"
+            assert one["series"]["kv_transfer"] == [0.4e9] and "cache_hit_rate" not in one["series"]
             assert set(one["workers"]) == {prefill.url, decode.url}
+            (failure,) = (await get(world, url))["router"]["failures"]
+            assert (failure["path"], failure["worker"], failure["status"]) == ("/generate", decode.url, 200)
+            assert failure["error"] == "lost" and failure["id"]
+            decode.answers = [refuses]
+            async with world.session.post(url + "/generate", json={"text": "x"}) as response:
+                assert response.status == 500
+            failure = world.app[ROUTER].history.history.failures[-1]
+            assert (failure.status, failure.error) == (500, "no memory")
             async with world.session.get(url + "/observe/history?seconds=x") as response:
                 assert response.status == 400 and "seconds" in (await response.json())["error"]["message"]
             async with world.session.get(url + "/observe/history?worker=http://none") as response:
@@ -273,6 +293,27 @@ def test_the_history_asks_a_worker_without_the_path_rarely(
             await get(world, url)
             assert foreign.num_observed == 2, "the page asks as before"
             assert (await history(world, url, f"?worker={foreign.url}"))["series"]["running"] == [0, 0, 0]
+
+    run_world(scenario)
+
+
+def test_the_log_lines_of_router_and_workers(run_world: RunWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_ring, "_rings", deque([LogRing.create("router")]))
+    log_ring._rings[0].write("started with k1234567")
+
+    async def scenario(world: Any) -> None:
+        prefill, decode = await world.worker("p"), await world.worker("d")
+        access = RouterAccessConfig(admin_api_key="k1234567")
+        async with world.router([prefill], [decode], access=access) as url:
+            async with world.session.get(f"{url}/logs") as response:
+                assert response.status == 401
+            headers = {"Authorization": "Bearer k1234567"}
+            async with world.session.get(f"{url}/logs?lines=9", headers=headers) as response:
+                answer = await response.json()
+            async with world.session.get(f"{url}/logs?lines=x", headers=headers) as response:
+                assert response.status == 400 and (await response.json())["error"]["param"] == "lines"
+        assert answer["processes"] == [{"name": "router", "lines": ["started with [redacted]"]}]
+        assert answer["workers"] == {worker.url: {"error": "status 405"} for worker in (prefill, decode)}
 
     run_world(scenario)
 

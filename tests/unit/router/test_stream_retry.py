@@ -87,6 +87,7 @@ def test_the_client_sees_one_stream(run_world: RunWorld, how: str, end: int) -> 
                 first.health_gate = asyncio.Event()
             raw = await asked
             assert raw == WHOLE
+            assert not world.app[ROUTER].history.history.failures, "a stream that goes on has not failed"
             metrics = await (await world.session.get(f"{url}/metrics")).text()
         resumed = [body for body in other.bodies if RESUME_FIELD in body]
         if end in (0, 8):

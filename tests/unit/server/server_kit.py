@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -16,6 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from pdserve.config.access_group import AccessConfig
+from pdserve.config.embedding_group import EmbeddingConfig
 from pdserve.config.groups import (
     DisaggConfig,
     DisaggMode,
@@ -37,6 +38,7 @@ from pdserve.protocol.cached_tokens import CachedTokensDetails
 from pdserve.protocol.channel import MemoryApiChannel, memory_channel_pair
 from pdserve.protocol.engine_state import EngineReady, EngineState, PeerLoad, WaitsFor
 from pdserve.protocol.failure import Failure
+from pdserve.protocol.hidden_states import HiddenStates, Pooling
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.messages import (
     AbortRequest,
@@ -78,6 +80,7 @@ from pdserve.server.text.tokenizer import Tokenizer
 from tests.waiting import until
 
 OPEN = AccessConfig()
+NO_EMBEDDING = EmbeddingConfig()
 NO_LORA = LoraConfig()
 NO_PAIRING = PairingConfig()
 EOS = 0
@@ -142,8 +145,9 @@ class ScriptedScheduler:
     `hold` keeps requests open after their tokens. All seen messages are in `requests` and `aborts`.
     """
 
-    def __init__(self, channel: Any) -> None:
+    def __init__(self, channel: Any, pooling: Pooling | None = None) -> None:
         self._channel = channel
+        self.pooling = pooling
         self.script: Callable[[GenerateRequest], list[int] | FinishReason] = lambda request: [73, 74]
         self.hold = False
         self.silent_queries = False
@@ -248,6 +252,8 @@ class ScriptedScheduler:
             max_total_tokens=1024,
             eos_token_ids=[EOS],
             facts={"dtype": "float32", "weights_fingerprint": "w", "layout_fingerprint": "l", "page_tokens": 4},
+            hidden_size=4,
+            pooling=self.pooling,
         )
 
     def _switch(self, command: SwitchRole) -> None:
@@ -331,6 +337,8 @@ class ScriptedScheduler:
         ):
             for part in prompt_logprobs(request, logprob_params).parts(64):
                 self._send(EngineCoreOutput(rid=request.rid, token_ids=[], prompt_logprobs=part))
+        for states in _hidden_states(request, min(len(script), request.sampling.max_new_tokens)):
+            self._send(EngineCoreOutput(rid=request.rid, token_ids=[], hidden=states))
         num_prior = len(request.prior_output_ids)
         script, limit = script[num_prior:], request.sampling.max_new_tokens - num_prior
         if limit == 0:
@@ -376,6 +384,17 @@ class ScriptedScheduler:
             timing=timing,
             speculation=None if finish is None else self.speculation,
         )
+
+
+def _hidden_states(request: GenerateRequest, num_output: int) -> Iterator[HiddenStates]:
+    """Made up: those of position p are p, 1, 0, 0; in parts of three tokens."""
+    if request.hidden is None:
+        return
+    start, end = request.hidden.start, len(request.input_ids) + max(0, num_output - 1)
+    for first in range(start, end, 3):
+        some = range(first, min(first + 3, end))
+        rows = np.array([[position, 1, 0, 0] for position in some], dtype=np.float32)
+        yield HiddenStates.pack(first, len(some), rows.sum(0, keepdims=True) if request.hidden.pooled else rows)
 
 
 class CompileHere:
@@ -425,6 +444,7 @@ def make_config(
     bootstrap_port: int | None = None,
     schedule: ScheduleConfig | None = None,
     lora: LoraConfig = NO_LORA,
+    embedding: EmbeddingConfig = NO_EMBEDDING,
     pairing: PairingConfig = NO_PAIRING,
     load_failure_policy: LoadFailurePolicy = "fail",
     **serving: Any,
@@ -433,6 +453,7 @@ def make_config(
         access=access,
         schedule=schedule or ScheduleConfig(),
         lora=lora,
+        embedding=embedding,
         pairing=pairing,
         observe=ObserveConfig(**(observe or {})),
         model=ModelConfig(model_path="/models/tiny", served_model_name="tiny"),
@@ -462,6 +483,7 @@ async def bench(
     control_token: str = "",
     schedule: ScheduleConfig | None = None,
     lora: LoraConfig = NO_LORA,
+    embedding: EmbeddingConfig = NO_EMBEDDING,
     pairing: PairingConfig = NO_PAIRING,
     load_failure_policy: LoadFailurePolicy = "fail",
     **serving: Any,
@@ -476,12 +498,13 @@ async def bench(
         bootstrap_port=bootstrap_port,
         schedule=schedule,
         lora=lora,
+        embedding=embedding,
         pairing=pairing,
         load_failure_policy=load_failure_policy,
         **serving,
     )
     api, low = memory_channel_pair()
-    scheduler = ScriptedScheduler(low)
+    scheduler = ScriptedScheduler(low, Pooling() if config.embedding.is_embedding else None)
     metrics = make_metrics(config)
     waiting = WaitingRequests.of(config)
     assert waiting is not None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import pytest
 
+from pdserve.base import log_ring
+from pdserve.base.log_ring import LogRing
 from pdserve.config.access_group import AccessConfig
 from pdserve.server import dashboard
 from pdserve.server.text.tokenizer import Tokenizer
@@ -24,7 +27,25 @@ async def test_the_page_needs_no_key_and_its_data_does(tokenizer: Tokenizer) -> 
             again = await b.http.get(path, headers={"If-None-Match": answer.headers["ETag"]})
             assert again.status_code == 304
         assert (await b.http.get("/page/none.js")).status_code == 404
-        assert (await b.http.get("/observe/history")).status_code == 401
+        for path in ("/observe/history", "/logs"):
+            assert (await b.http.get(path)).status_code == 401
+
+
+async def test_the_log_lines_need_the_admin_key_and_have_no_secrets(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_ring, "_rings", deque([ring := LogRing.create("decode scheduler")]))
+    access = AccessConfig(api_key="user" * 5, admin_api_key="admin" * 4)
+    async with bench(tokenizer, access=access) as b:
+        for number in range(3):
+            ring.write(f"line {number} of a client with {access.api_key}")
+        assert (await b.http.get("/logs", headers={"Authorization": f"Bearer {access.api_key}"})).status_code == 401
+        headers = {"Authorization": f"Bearer {access.admin_api_key}"}
+        answer = (await b.http.get("/logs?lines=2", headers=headers)).json()
+        lines = [f"line {number} of a client with [redacted]" for number in (1, 2)]
+        assert answer == {"processes": [{"name": "decode scheduler", "lines": lines}]}
+        refused = await b.http.get("/logs?lines=0", headers=headers)
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "lines"
 
 
 async def test_the_history_has_requests_latencies_and_gauges(

@@ -117,6 +117,13 @@ async def test_every_query_says_what_it_may_be_and_nothing_else_is_read(tokenize
             assert found.pop((HISTORY_PATH, "get", name)) == {"type": "number", "minimum": 0}
             assert (await b.http.get(f"{HISTORY_PATH}?{name}=x")).json()["param"] == name
         assert all(found.pop((ITEMS_PATH, "get", name)) for name in ("order", "limit", "after"))
+        for path, name, most in (("/logs", "lines", 5000), ("/v1/models", "limit", 1000)):
+            assert found.pop((path, "get", name)) == {"type": "integer", "minimum": 1, "maximum": most}
+            for text in ("x", "0", str(most + 1)):
+                answer = await b.http.get(f"{path}?{name}={text}", headers={"anthropic-version": "2023-06-01"})
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+        for name in ("after_id", "before_id"):
+            assert found.pop(("/v1/models", "get", name)) == {"type": "string"}
         assert found.keys() == {
             ("/flush_cache", "get", "timeout"), ("/flush_cache", "post", "timeout"), ("/v1/loads", "get", "dp_rank"),
         }  # fmt: skip
@@ -127,7 +134,12 @@ async def test_every_query_says_what_it_may_be_and_nothing_else_is_read(tokenize
                 assert (answer.status_code, answer.json()["param"]) == (400, name), (path, text)
             assert (await b.http.request(method, f"{path}?{name}=0")).status_code == 200
     sources = "".join(path.read_text() for path in Path(pdserve.server.__file__).parent.rglob("*.py"))
-    assert set(re.findall(r"query_params\W+get\(\"(\w+)", sources)) == {name for _, _, name in found} | {"nonce", "kv"}
+    assert set(re.findall(r"query_params\W+get\(\"(\w+)", sources)) == {name for _, _, name in found} | {
+        "nonce",
+        "kv",
+        "lines",
+        "limit",
+    }
 
 
 async def test_every_field_says_what_it_may_be_and_bodies_that_are_taken_are_allowed(tokenizer: Tokenizer) -> None:

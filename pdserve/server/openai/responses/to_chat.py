@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import msgspec
-
 from pdserve.errors import RequestError
 from pdserve.server.http.json_http import convert
 from pdserve.server.openai.chat import check_num_messages
@@ -26,7 +24,6 @@ from pdserve.server.request.schemas import (
     ChatMessage,
     FunctionCall,
     FunctionSpec,
-    OpenAIBody,
     ToolCall,
     ToolSpec,
 )
@@ -54,9 +51,7 @@ def to_chat(body: ResponsesBody) -> ChatBody:
         raise RequestError("truncation: only 'disabled' is supported", field="truncation", code="unsupported")
     if body.text is not None and body.text.verbosity not in (None, "medium"):
         raise RequestError("text.verbosity is not supported", field="text.verbosity", code="unsupported")
-    shared = {
-        name: value for name, value in msgspec.structs.asdict(body).items() if name in OpenAIBody.__struct_fields__
-    }
+    shared = body.shared_fields()
     shared["max_tokens"] = body.max_output_tokens
     response_format = _response_format(body)
     if response_format is not None:
@@ -92,11 +87,8 @@ def with_fields_of(body: ResponsesBody) -> Iterator[None]:
         yield
     except RequestError as error:
         renamed = _RENAMED if body.response_format is not None else (*_RENAMED, _RESPONSE_FORMAT)
-        message, field = error.message, "input" if error.field == "messages" else error.field
-        for theirs, ours in renamed:
-            message = theirs.sub(ours, message)
-            field = None if field is None else theirs.sub(ours, field)
-        raise error.renamed(message, field) from error
+        own = error.renamed(error.message, "input") if error.field == "messages" else error
+        raise own.with_names(renamed) from error
 
 
 def _messages(body: ResponsesBody) -> list[ChatMessage]:
