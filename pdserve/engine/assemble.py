@@ -39,6 +39,7 @@ from pdserve.scheduler.scheduler import InputSource, Scheduler
 from pdserve.scheduler.speculation import NgramDrafter, Speculation
 from pdserve.scheduler.state_report import LoadReporter
 from pdserve.scheduler.step_log import DecodeStepLog
+from pdserve.scheduler.weights_update import WeightsUpdater
 from pdserve.transfer.manager import KVManager
 
 log = logging.getLogger(__name__)
@@ -176,6 +177,7 @@ def make_scheduler(
     heartbeat: Heartbeat | None = None,
     num_gated: Callable[[], int] | None = None,
     load_reporter: LoadReporter | None = None,
+    weights: WeightsUpdater | None = None,
 ) -> Scheduler:
     """Make a scheduler that begins with the role `opened`. `live_facts`, `num_gated`: see `Scheduler`."""
     return Scheduler(
@@ -194,6 +196,7 @@ def make_scheduler(
         rules=PriorityRules.of(config.schedule),
         switcher=switcher,
         load_reporter=load_reporter,
+        weights=weights,
     )
 
 

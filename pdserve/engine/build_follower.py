@@ -22,6 +22,7 @@ from pdserve.engine.build_storage import add_storage_tier, follower_port, open_s
 from pdserve.engine.follower_role import FollowerParts, FollowerRoles, open_parts
 from pdserve.engine.replica import make_rebalancer, rank_facts
 from pdserve.engine.role import OnRole, ignore_role
+from pdserve.engine.weights import FollowerWeights
 from pdserve.errors import RankError
 from pdserve.executor.factory import LoadedEngine, build_executor, join_replica
 from pdserve.executor.interface import Executor
@@ -38,6 +39,7 @@ from pdserve.scheduler.input_source import FollowerInputSource
 from pdserve.scheduler.outbox import REQUEST_LOGGER
 from pdserve.scheduler.role_switcher import RoleSwitcher
 from pdserve.scheduler.scheduler import Scheduler
+from pdserve.scheduler.weights_update import WeightsUpdater
 
 log = logging.getLogger(__name__)
 
@@ -166,6 +168,7 @@ def _make_scheduler(
         source,
         RoleSwitcher(roles, inputs, _say_nothing),
         idle_batches=IdleBatches(SharedDpSync(None, inputs)) if config.parallel.num_sharing > 1 else None,
+        weights=WeightsUpdater(FollowerWeights(built, inputs, leader.report), inputs, _say_nothing),
     )
 
 

@@ -72,7 +72,7 @@ class _Met:
             self.dp_sync.close(trouble)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class ReplicaEngine:
     """The executors of a replica.
 
@@ -88,6 +88,12 @@ class ReplicaEngine:
     samples: Sequence[WeightSamples] | None = None
     startup: StartupTimes = dataclasses.field(default_factory=StartupTimes)
     """Written until the scheduler takes requests."""
+    draft_samples: Sequence[WeightSamples] | None = None
+    """Samples of the followers' drafters; None: those that they reported at start-up."""
+
+    def change_weights(self, samples: Sequence[WeightSamples], draft_samples: Sequence[WeightSamples]) -> None:
+        """Take the samples of other weights, which all ranks compute with: of all ranks, and of followers' drafters."""
+        self.samples, self.draft_samples = tuple(samples), tuple(draft_samples)
 
     @property
     def weights_fingerprint(self) -> str:
@@ -105,7 +111,8 @@ class ReplicaEngine:
             ModelError: ranks loaded different weights.
         """
         drafter, ready = self.built.drafter, () if self.group is None else self.group.ready
-        return {} if drafter is None else draft_facts(drafter, [one.draft_samples for one in ready])
+        others = [one.draft_samples for one in ready] if self.draft_samples is None else self.draft_samples
+        return {} if drafter is None else draft_facts(drafter, others)
 
     def hasher(self) -> KVHasher:
         """Return the hasher of the KV pages of all ranks."""

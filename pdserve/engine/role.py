@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -28,6 +28,7 @@ from pdserve.engine.replica import ReplicaEngine
 from pdserve.errors import ConfigError, PdserveError, RankError
 from pdserve.memory.page_keys import KeyNamespace
 from pdserve.protocol.messages import SwitchRole
+from pdserve.protocol.weights import weights_name
 from pdserve.ranks.consensus import Consensus
 from pdserve.ranks.messages import RankReady, RoleDecision, RolePrepared
 from pdserve.scheduler.context import SchedulerContext
@@ -91,6 +92,7 @@ class LeaderRoles:
         self._announce = announce
         self._present: RoleParts | None = None
         self._present_facts: dict[str, Fact] = {}
+        self._weights = weights_name(config.model.weight_version, engine.weights_fingerprint)
         self._num_changes = 0
         self.on_consensus: Callable[[Consensus | None], None] = lambda consensus: None
         """Called with the consensus of each later role; None: nothing is transferred."""
@@ -157,6 +159,13 @@ class LeaderRoles:
         """See `RoleOpener`."""
         self._announce(self._present_facts)
 
+    def change_weights(self, facts: Mapping[str, Fact], weights: str) -> None:
+        """Take and announce the facts of other weights; roles that follow begin with `weights`, see `weights_name`."""
+        self._weights = weights
+        self._facts |= facts
+        self._present_facts |= facts
+        self._announce(self._present_facts)
+
     # ------------------------------------------------------------------ inside
 
     def _reports(self, number: int) -> Reports:
@@ -181,8 +190,9 @@ class LeaderRoles:
             if config.disagg.disaggregation_mode != "null":
                 num_aux = num_aux_slots(config, self._engine.built.table.num_rows)
                 transfer = open_transfer(
-                    config, self._engine, self._mailbox, num_aux, replica, self._token, stack, write_line, reports
-                )
+                    config, self._engine, self._mailbox, num_aux, replica, self._token, stack, write_line, reports,
+                    self._weights,
+                )  # fmt: skip
             return RoleParts(config, transfer, write_line, stack.pop_all())
 
     def _change_to(self, parts: RoleParts) -> OpenedRole:

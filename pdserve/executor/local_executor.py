@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -21,13 +21,10 @@ import msgspec
 import numpy as np
 import torch
 
-from pdserve.base.parallel import RankCoord
 from pdserve.executor import kv_pages
-from pdserve.executor.deferred_drafter import Backlog, DeferredDrafter
+from pdserve.executor.deferred_drafter import Backlog
 from pdserve.executor.drafter import ModelDrafter, Proposals, but_last
-from pdserve.executor.expert_balance import ExpertBalance
 from pdserve.executor.grammar_rows import GrammarRows, StepGrammars
-from pdserve.executor.graphs import Capture, DecodeGraphs, GraphCapture, Padding
 from pdserve.executor.input_batch import (
     MIN_TOKENS,
     HostBatch,
@@ -39,14 +36,14 @@ from pdserve.executor.input_batch import (
     sampled_rows,
 )
 from pdserve.executor.interface import BatchPlan, HostPages, StepHandle, StepResult
+from pdserve.executor.logit_processors import LogitProcessors
 from pdserve.executor.loras import LoraAdapters
-from pdserve.executor.model_runner import Collect, ModelRunner, NativeDecode, NativeDecodePath, OnLayer, choose_runner
-from pdserve.executor.page_copies import HostTierCopies
-from pdserve.executor.sampler import Found, Sampler, d2h_copy, d2h_copy_after, to_host
+from pdserve.executor.model_in_use import ModelInUse, ModelParts
+from pdserve.executor.model_runner import Collect, NativeDecode, OnLayer, choose_runner
+from pdserve.executor.sampler import Found, TokenSampler, choose_with_torch, d2h_copy, d2h_copy_after, to_host
 from pdserve.executor.slot_stamps import SlotCopies, SlotStamps, StampWrites, copy_slots
 from pdserve.executor.token_outputs import StepOutputs, read_token_outputs
 from pdserve.executor.verify import Fold, PendingRows, StepDrafts, shorten, state_slots, take_apart
-from pdserve.executor.warm_up import warm_up
 from pdserve.grammar.compile import JsonRules
 from pdserve.grammar.matcher import OutputMatcher
 from pdserve.memory.kv_memory import PageTable
@@ -55,9 +52,7 @@ from pdserve.memory.slot_stamp import SlotStamp
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.attention.page_gather import GroupPool
 from pdserve.model.forward_batch import IntArray
-from pdserve.model.interface import Model, MoELayer
-from pdserve.model.layers.expert_parallel import ExpertParallelMoe
-from pdserve.model.params import WeightSamples, fingerprint_of
+from pdserve.model.interface import Model
 from pdserve.protocol.hidden_states import HiddenParams
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams, Grammar
@@ -86,20 +81,22 @@ class _Step:
     backlog: Backlog | None = None
 
 
-class LocalExecutor(HostTierCopies):
+class LocalExecutor(ModelInUse):
     """Implements `Executor` for one rank. `context_length`: most tokens of a row, prompt and output together.
 
     `layout` is the whole model's; `pools` and `attention` belong to this rank's part of it.
     `grammars`: the rows with a grammar, on the rank that samples. Without it every request with a grammar fails.
     With `overlap`, a thread computes the steps on CPU, and `close` ends it. On CUDA `launch` never waits.
 
-    With `returns_results` False this rank returns no tokens; a step is resolved when its part is computed. `sampler`
-    None: torch picks the tokens. `decode` computes small decode steps in one call, see `NativeDecodePath`. With
-    `returns_prompt_results` False the model computes prompt tokens as it computes decoded ones. `drafter` proposes
-    tokens for the next step of each row that samples; None: no model drafts.
+    With `returns_results` False this rank returns no tokens; a step is resolved when its part is computed. `choose`
+    picks tokens from logits. `decode` computes small decode steps in one call, see `NativeDecodePath`. With
+    `returns_prompt_results` False the model computes prompt tokens as it computes decoded ones. `processed_logprobs`:
+    see `sample`; log probabilities of prompt tokens are always the model's own. `drafter` proposes tokens for the next
+    step of each row that samples; None: no model drafts.
 
     `fold` folds the pending tokens of state slots, for models with recurrent layers that take drafts. `max_forced`:
     most tokens forced by its grammar that `StepResult.drafts` offers for a row. `loras`: adapters of rows; None: off.
+    `processors`: those that rows may name.
     """
 
     def __init__(
@@ -115,22 +112,23 @@ class LocalExecutor(HostTierCopies):
         overlap: bool = False,
         grammars: GrammarRows | None = None,
         returns_results: bool = True,
-        sampler: Sampler | None = None,
+        choose: TokenSampler = choose_with_torch,
         decode: NativeDecode | None = None,
         returns_prompt_results: bool = True,
+        processed_logprobs: bool = False,
         drafter: ModelDrafter | None = None,
         fold: Fold | None = None,
         max_forced: int = 0,
         loras: LoraAdapters | None = None,
+        processors: LogitProcessors | None = None,
     ) -> None:
-        self._model = model
-        self._attention = attention
-        self._drafter = drafter
-        self._model_runner = ModelRunner(model, attention, sampler, taps=None if drafter is None else drafter.taps)
+        coord = model.parallel.coord
         self._layout, self._loras = layout, loras
         self.pools, self._table = pools, table
         self.device = device
-        self._tokens = TokenPool(table.num_rows + 1, context_length + 1, self.coord.shape.pp_size, device)
+        self._processed_logprobs, self._processors = processed_logprobs, processors or LogitProcessors()
+        self._native_decode = device.type == "cpu" and not overlap
+        self._tokens = TokenPool(table.num_rows + 1, context_length + 1, coord.shape.pp_size, device)
         self._sampling_metadata = SamplingMetadata(table.num_rows, model.spec.eos_token_ids)
         self._grammars = grammars or GrammarRows(None, JsonRules(), ())
         self._constrained: set[int] = set()
@@ -139,18 +137,8 @@ class LocalExecutor(HostTierCopies):
         self._unwritten: dict[int, IntArray] = {}
         self._arrived: dict[int, tuple[int, bytes]] = {}
         self._launched: deque[StepHandle] = deque()
-        self._runner = choose_runner(device, overlap, layout.layers_of(self.coord))
-        self._native_path: NativeDecodePath | None = None
-        if decode is not None and device.type == "cpu" and not overlap:
-            self._native_path = NativeDecodePath(
-                decode, self._tokens.tensor.numpy(), table, self._sampling_metadata, has_state=layout.has_state,
-                adapters_of=None if loras is None else loras.of_rows,
-            )  # fmt: skip
-        self._deferred: DeferredDrafter | None = None
-        if drafter is not None:
-            self._deferred = DeferredDrafter(drafter, model, table, layout, self._sampling_metadata.num_prompt, device)
+        self._runner = choose_runner(device, overlap, layout.layers_of(coord))
         self._pending = PendingRows(table) if layout.has_state else None
-        self._fold = fold
         self.max_forced = max_forced
         """Most tokens forced by its grammar that are offered as drafts of a row; 0: none are."""
         self._stamps: SlotStamps | None = None
@@ -160,55 +148,9 @@ class LocalExecutor(HostTierCopies):
         self._prompts = known if returns_prompt_results else np.zeros_like(known)
         self._returns_results = returns_results
         self._copy_stream: torch.cuda.Stream | None = None
-        if device.type == "cuda" and not self.coord.is_last_stage:
+        if device.type == "cuda" and not coord.is_last_stage:
             self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        whole = {i: moe for i, moe in model.moe_layers.items() if isinstance(moe, ExpertParallelMoe)}
-        num_sharing = model.parallel.dp_attention_group.size
-        self.experts = ExpertBalance(whole, num_sharing, self._runner.behind) if whole else None
-        """Moves experts between ranks; None where this rank has no whole experts."""
-
-    @property
-    def can_capture(self) -> bool:
-        """True when `capture_decode` may be called: the model is not split, and its attention can be captured."""
-        is_whole = self.coord.shape.num_ranks == 1 and self._model.parallel.dp_attention_group.size == 1
-        return is_whole and self._attention.capturing() is not None
-
-    @property
-    def _padding(self) -> Padding:
-        return Padding.of(self.pools, self._table.num_rows)
-
-    @torch.inference_mode()
-    def warm_up(self, chunk: int) -> None:
-        """Compile the kernels of all shapes of a step, with chunks of up to `chunk` tokens. Call once, before any step.
-
-        Needs `can_capture`, as `capture_decode` does: only such attention can skip the write of KV.
-        """
-        assert self.can_capture, "this attention would write KV"
-        with self._runner.behind():
-            warm_up(
-                self._model, self._attention, self._tokens.tensor, layout=self._layout,
-                padding=self._padding, max_rows=self._table.num_rows, chunk=chunk, max_drafts=self.max_forced,
-            )  # fmt: skip
-
-    @torch.inference_mode()
-    def capture_decode(self, sizes: Sequence[int], capture: Capture | None = None) -> None:
-        """Capture decode steps at batch sizes `sizes`, ascending. Call once, between steps.
-
-        `capture` None: CUDA graphs.
-        """
-        backend = self._attention.capturing()
-        assert backend is not None and self.can_capture, "not a model whose steps can be captured"
-        with self._runner.behind():
-            self._model_runner.graphs = DecodeGraphs(
-                self._model, backend, self._tokens.tensor, padding=self._padding,
-                max_pages=self._table.pages.shape[1], sizes=sizes, capture=capture or GraphCapture(),
-                tapped=() if self._model_runner.taps is None else self._model_runner.taps.layers,
-            )  # fmt: skip
-
-    @property
-    def graphs(self) -> DecodeGraphs | None:
-        """The captured decode steps; None: none are captured."""
-        return self._model_runner.graphs
+        self.use(ModelParts(model, attention, choose, decode, drafter, fold))
 
     @property
     def layout(self) -> KVLayout:
@@ -216,48 +158,9 @@ class LocalExecutor(HostTierCopies):
         return self._layout
 
     @property
-    def coord(self) -> RankCoord:
-        """Coordinates of this rank in its replica."""
-        return self._model.parallel.coord
-
-    @property
     def buffers(self) -> tuple[tuple[int, int], ...]:
         """`(address, bytes)` of this rank's KV pool, for each layout group."""
         return tuple(pool.buffer for pool in self.pools)
-
-    def weight_samples(self) -> WeightSamples:
-        """Return samples of this rank's weights, for `fingerprint_of` with those of the other ranks.
-
-        Called at start-up. An expert that moves later still counts as the one that was there before.
-        """
-        return self._model.params.samples()
-
-    @property
-    def weights_fingerprint(self) -> str:
-        """Short hash of a sample of this rank's weights: equal for peers that loaded the same model in the same dtype.
-
-        For several ranks see `weight_samples`.
-        """
-        return fingerprint_of([self.weight_samples()])
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of this rank's weights, which a decode step reads once."""
-        return self._model.params.num_bytes
-
-    @property
-    def moe_layers(self) -> Mapping[int, MoELayer]:
-        """This rank's feed-forward layers with experts, by index in the model."""
-        return self._model.moe_layers
-
-    def expert_counts(self) -> dict[int, list[int]]:
-        """Return the tokens routed to each expert since start-up, by layer of the model; waits for launched steps.
-
-        Equal on all tensor ranks of a stage. Empty for a model without experts.
-        """
-        with self._runner.behind():
-            counts = {layer: moe.counts.clone() for layer, moe in self._model.moe_layers.items()}
-        return {layer: of_layer.tolist() for layer, of_layer in counts.items()}
 
     def open_row(
         self,

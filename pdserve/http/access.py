@@ -159,6 +159,8 @@ COMMANDS = frozenset(
         "/resume",
         "/load_lora_adapter",
         "/unload_lora_adapter",
+        "/update_weights_from_disk",
+        "/update_weight_version",
         "/observe",
         "/observe/history",
         "/logs",

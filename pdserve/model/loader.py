@@ -159,11 +159,12 @@ def fill_model(
     seed: int,
     on_progress: OnProgress = lambda num_bytes, total: None,
     prefix: str = "",
+    overlay: Mapping[str, TensorSource] | None = None,
 ) -> None:
     """Fill `model` with the weights at `path`, or with random ones. Raises ModelError, as `load_model`.
 
     `on_progress` gets the bytes of the files that have been read, and of all files, after every tensor. Tensors whose
-    names do not begin with `prefix` are not read.
+    names do not begin with `prefix` are not read. `overlay`: tensors by name that are read instead of those at `path`.
     """
     with torch.inference_mode():
         if load_format == "dummy":
@@ -173,7 +174,11 @@ def fill_model(
             tensors = _gguf(path, model.spec, on_progress)
         else:
             tensors = _safetensors(path, quantization_of(path), on_progress)
+        overlay = overlay or {}
         for name, source in tensors:
+            if name.startswith(prefix) and name not in overlay:
+                model.params.fill(name, source)
+        for name, source in overlay.items():
             if name.startswith(prefix):
                 model.params.fill(name, source)
         model.params.check_filled(str(path))

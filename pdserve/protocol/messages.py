@@ -16,6 +16,7 @@ from pdserve.protocol.failure import ABORTED_STATUS, Failure
 from pdserve.protocol.hidden_states import HiddenParams, HiddenStates
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.sampling import CoreSamplingParams
+from pdserve.protocol.weights import WeightsCommand
 
 MAX_ROOM = (1 << 63) - 1
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"
@@ -299,7 +300,7 @@ EngineCommand = (
 )
 MigrationCommand = MigrateOut | EndMigration | SendPrefix
 """Commands about one request, for the replica that has it."""
-Command = EngineCommand | MigrationCommand
+Command = EngineCommand | MigrationCommand | WeightsCommand
 """Answered with a `CommandReply`."""
 ToScheduler = (
     GenerateRequest

@@ -33,6 +33,7 @@ from pdserve.ranks.messages import (
     ToFollower,
     ToLeader,
     Trouble,
+    WeightsLoaded,
     follower_codec,
     leader_codec,
 )
@@ -65,6 +66,7 @@ class WorkerLinks:
         self._capacities: dict[int, int] = {}
         self._ready: dict[int, RankReady] = {}
         self._prepared: dict[int, RolePrepared] = {}
+        self._weights: dict[int, WeightsLoaded] = {}
         self._answers: Counter[ToLeader] = Counter()
         self._digests: dict[int, dict[int, RankDigest]] = {}
         """Digests by hash request and rank."""
@@ -118,6 +120,13 @@ class WorkerLinks:
             ANSWER_TIMEOUT_S,
         )
         return tuple(self._prepared[rank] for rank in self._peers)
+
+    def weights_loaded(self, number: int) -> tuple[WeightsLoaded, ...] | None:
+        """Return the reports on load `number` of all followers, in rank order; None while one loads. Never blocks."""
+        with self._changed:
+            if sum(one.number == number for one in self._weights.values()) < len(self._peers):
+                return None
+            return tuple(self._weights[rank] for rank in self._peers)
 
     def computed(self, step: int) -> None:
         """See `RankGroup.computed`: waits for the ranks of the last stage; without pipeline stages it need not wait."""
@@ -182,6 +191,8 @@ class WorkerLinks:
                     self._ready[rank] = report
                 case RolePrepared():
                     self._prepared[rank] = report
+                case WeightsLoaded():
+                    self._weights[rank] = report
                 case Digested(number=number, digest=digest):
                     self._digests.setdefault(number, {})[rank] = digest
                 case StepDone() | Offloaded():

@@ -92,8 +92,10 @@ from pdserve.server.request.schemas import (
     SuspendBody,
     TokenizeBody,
     UnloadLoraBody,
+    WeightsFromDiskBody,
+    WeightVersionBody,
 )
-from pdserve.server.sglang_api import admin, commands, health, lora, observability, parse
+from pdserve.server.sglang_api import admin, commands, health, lora, observability, parse, weights
 from pdserve.server.sglang_api.generate import generate
 from pdserve.server.sglang_api.health import PairProbes
 from pdserve.server.sglang_api.migrate import Migrations
@@ -131,6 +133,8 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/migrate_stream": MigrateStreamBody,
     "/load_lora_adapter": LoadLoraBody,
     "/unload_lora_adapter": UnloadLoraBody,
+    "/update_weights_from_disk": WeightsFromDiskBody,
+    "/update_weight_version": WeightVersionBody,
     "/start_profile": ProfileBody,
     "/stop_profile": CommandBody,
     "/extract": ExtractBody,
@@ -332,6 +336,8 @@ ROUTES: tuple[tuple[str, str, str, Endpoint], ...] = (
     ("stop_profile", "POST", "/stop_profile", commands.stop_profile),
     ("stop_profile", "GET", "/stop_profile", commands.stop_profile),
     ("abort_request", "POST", "/abort_request", admin.abort_request),
+    ("update_weights_from_disk", "POST", "/update_weights_from_disk", weights.update_weights_from_disk),
+    ("update_weight_version", "POST", "/update_weight_version", weights.update_weight_version),
 )
 """Routes of the endpoints that need a server's context only: name, methods, path, endpoint."""
 

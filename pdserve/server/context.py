@@ -60,6 +60,20 @@ Endpoint = Callable[["ServerContext", Request], Awaitable[Response]]
 """Answers a request to the server with this context."""
 
 
+@dataclasses.dataclass
+class WeightsChange:
+    """State of updates of the weights, on all replicas; see `sglang_api/weights.py`."""
+
+    lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+    """Held while an update runs."""
+    prepared: object = None
+    """What `prepare_only` has prepared; None: nothing."""
+    expiry: asyncio.TimerHandle | None = None
+    """Drops what is prepared, if no update uses it."""
+    tasks: set[asyncio.Task[Any]] = dataclasses.field(default_factory=set)
+    """Updates that run: the event loop keeps no reference to a task."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ServerContext:
     """Configuration and components of one server, for its endpoints. `started_s` is Unix time in seconds."""
@@ -86,6 +100,9 @@ class ServerContext:
     changing_adapters: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
     """Held while an adapter is loaded or unloaded, on all replicas."""
 
+    changing_weights: WeightsChange = dataclasses.field(default_factory=WeightsChange)
+    """The update of the weights that runs, or that is prepared."""
+
     prefill_servers: Callable[[], list[dict[str, Any]]] | None = None
     """Facts about the servers of `--disaggregation-prefill`; None without the flag, or in another role."""
 
@@ -106,6 +123,17 @@ class ServerContext:
     def model_name(self) -> str:
         """Model name shown to clients."""
         return self.config.model.served_model_name or self.config.model.model_path
+
+    @property
+    def weight_version(self) -> str:
+        """Name of the version of the weights in use."""
+        return self.client.weight_version or self.config.model.weight_version
+
+    @property
+    def weights_path(self) -> str:
+        """Where the weights in use come from."""
+        ready = self.client.ready
+        return str((ready.facts.get("weights_path") if ready else None) or self.config.model.model_path)
 
     @property
     def fingerprint(self) -> str:

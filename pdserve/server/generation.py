@@ -115,6 +115,10 @@ class HeldUpdates:
         return held
 
 
+Weights = tuple[str, str]
+"""Name of the version, and fingerprint, of an engine's weights."""
+
+
 class Generation:
     """The updates of a body's sequences, in order of arrival; ends when every sequence has finished.
 
@@ -130,12 +134,19 @@ class Generation:
         """By sequence index: text that another server sent before the stream resumed here; see
         `GenerateRequest.prior_output_ids`.
         """
+        self.weights: Weights | None = None
+        """The weights that have computed the sequences; None before the first output."""
         self._unfinished = num_sequences
         self._on_close = on_close
         self._pending: dict[int, GenerationUpdate] = {}
         self._news = asyncio.Event()
         self._error: PdserveError | None = None
         self._last_error: PdserveError | None = None
+
+    def computed_with(self, weights: Weights | None) -> bool:
+        """Note the weights of an output; False when other weights have computed an earlier one."""
+        self.weights = self.weights or weights
+        return self.weights == weights
 
     def end_with(self, error: PdserveError) -> None:
         """End the generation with `error` once all its updates are read. The engine client calls this."""

@@ -82,6 +82,8 @@ SUMMARIES = {
     "/continue_generation": "Compute again",
     "/load_lora_adapter": "Load a LoRA adapter",
     "/unload_lora_adapter": "Unload a LoRA adapter",
+    "/update_weights_from_disk": "Change to other weights",
+    "/update_weight_version": "Name the weights anew",
     "/start_profile": "Start torch's profiler",
     "/stop_profile": "Stop torch's profiler",
     "/pd_role_switch": "Change the role of the server",

@@ -152,6 +152,11 @@ class NativeDecoder:
         """See `Model.num_layers`."""
         return len(self._layers)
 
+    @property
+    def threads(self) -> Threads:
+        """The threads that run the program."""
+        return self._threads
+
     def chooser(self) -> NativeChooser:
         """Make a token chooser that uses the same threads."""
         return NativeChooser(self._threads, self._level)

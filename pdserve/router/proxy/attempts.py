@@ -112,6 +112,10 @@ def _is_set(flag: Any) -> bool:
     return flag is True or (isinstance(flag, list) and any(one is True for one in flag))
 
 
+WEIGHTS_PATIENCE_S = 60.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.5
+
+
 class Attempt:
     """One attempt at a pair, which lasts as long as its `with` block.
 
@@ -220,6 +224,28 @@ class Attempt:
         else:
             error = worker_failed(f"the router ended the request at the {why.worker.spec.role} worker: {why.message}")
         upstream.response.content.set_exception(error)
+
+
+class WeightsPatience:
+    """Waits of one request for a pair whose servers have the same weights, at most `WEIGHTS_PATIENCE_S` in all.
+
+    `now`: time of the event loop in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._until: float | None = None
+        self._pause_s = FIRST_PAUSE_S
+
+    async def wait(self) -> bool:
+        """Wait before the next attempt, longer each time; False: the request has waited long enough."""
+        if self._until is None:
+            self._until = self._now() + WEIGHTS_PATIENCE_S
+        if self._now() + self._pause_s > self._until:
+            return False
+        await asyncio.sleep(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        return True
 
 
 class Drain:

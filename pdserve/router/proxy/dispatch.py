@@ -38,6 +38,7 @@ from pdserve.router.proxy.attempts import (
     SHUTTING_DOWN,
     Attempt,
     Drain,
+    WeightsPatience,
     batch_size,
     merges_prefill,
     num_sequences,
@@ -64,6 +65,7 @@ from pdserve.router.workers.outcome import (
     read_response,
     resolve_outcome,
     retryable,
+    weights_differ,
 )
 from pdserve.router.workers.workers import Pair, Registry, Worker
 
@@ -197,12 +199,14 @@ class Dispatcher:
         """Yield the outcome of the last attempt; retries failed attempts. Failed workers are added to `avoid`."""
         rids = rids_of(call.body)
         outcome: Outcome | None = None
-        for attempt in range(1, self._config.retry.max_tries + 1):
-            entered = await self._admission.enter(call.routed, avoid, again=attempt > 1, rids=rids)
+        attempt = 1
+        patience = WeightsPatience(asyncio.get_running_loop().time)
+        while attempt <= self._config.retry.max_tries:
+            entered = await self._admission.enter(call.routed, avoid, again=outcome is not None, rids=rids)
             if isinstance(entered, Failure):
                 outcome = outcome or entered
                 break
-            if attempt > 1:
+            if outcome is not None:
                 self._metrics.retries.inc()
             rids_alone = alone_rids(call.path, call.body)
             with Attempt(entered.pair, self._drain, self._can_recompute, rids_alone, attaches=call.continued) as this:
@@ -211,12 +215,15 @@ class Dispatcher:
                         yield result
                         return
             outcome = result
+            if weights_differ(result) and not self._drain.is_aborted and await patience.wait():
+                continue
             avoid.add(result.worker)
             if isinstance(result, WorkerResponse) and ROLE_HEADER in result.headers:
                 await self._health.on_reported_role(result.worker, result.headers[ROLE_HEADER])
             if asked_to_retry_later(result) and not set(self._registry.usable(result.worker.spec.role)) - avoid:
                 break
             await self._after_failure(result, attempt)
+            attempt += 1
             if self._drain.is_aborted:
                 outcome = SHUTTING_DOWN
                 break

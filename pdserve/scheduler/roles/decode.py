@@ -137,6 +137,10 @@ class DecodeRole(MixedBatchRole):
         """See `SchedulerRole.is_queued`."""
         return req.rid in self._prealloc
 
+    def _may_withdraw(self, req: Req) -> bool:
+        """See `BaseRole`. A failure that `poll` has not taken yet ends the request."""
+        return super()._may_withdraw(req) and req.receiver is not None and req.receiver.poll() is not KVPoll.FAILED
+
     def poll(self) -> None:
         """Publish pages where memory is free, take finished transfers, and give rows to waiting requests."""
         self._take_changed_rooms()

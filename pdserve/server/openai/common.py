@@ -259,7 +259,7 @@ class OpenAICall(GenerationCall):
         extra = self._extra(updates) | self._sglext(updates)
         if self.prompt_logprobs_of_body:
             extra |= self.prompt_logprobs(0)
-        metadata = {"weight_version": self.context.config.model.weight_version}
+        metadata = {"weight_version": self.states[0].weight_version or self.context.weight_version}
         answer = {**self._head, "object": self.object_name, "choices": choices, "usage": self._usage(updates)}
         return {**answer, "metadata": metadata, **extra}
 

@@ -343,6 +343,36 @@ class UnloadLoraBody(msgspec.Struct):
     lora_name: str
 
 
+class WeightsFromDiskBody(msgspec.Struct, forbid_unknown_fields=True):
+    """`POST /update_weights_from_disk`. `model_path`: a checkpoint on this server's hosts.
+
+    `drain_timeout_secs`: seconds that running requests have to end, unless `abort_all_requests`. `keep_pause`: no
+    request is computed until `/continue_generation`. `prepare_only`: load, and keep for a later call. `token_step`,
+    `is_async`, `torch_empty_cache` and `recapture_cuda_graph` change nothing.
+    """
+
+    model_path: str
+    load_format: str | None = None
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    flush_cache: bool = True
+    keep_pause: bool = False
+    drain_timeout_secs: float | None = None
+    prepare_only: bool = False
+    is_async: bool = False
+    torch_empty_cache: bool = False
+    recapture_cuda_graph: bool = False
+    token_step: int = 0
+    manifest: dict[str, Any] | None = None
+
+
+class WeightVersionBody(msgspec.Struct, forbid_unknown_fields=True):
+    """`POST /update_weight_version`. The weights stay."""
+
+    new_version: str
+    abort_all_requests: bool = True
+
+
 class RoleSwitchBody(msgspec.Struct):
     """`POST /pd_role_switch`. `wait`: respond when the switch is complete; false: when it has started.
 

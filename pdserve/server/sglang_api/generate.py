@@ -208,7 +208,7 @@ class GenerateCall:
             "prompt_tokens": len(request.input_ids),
             "completion_tokens": len(total.token_ids),
             "cached_tokens": total.cached_tokens,
-            "weight_version": self.context.config.model.weight_version,
+            "weight_version": state.weight_version or self.context.weight_version,
             "e2e_latency": time.monotonic() - self.started_s,
             "timing": msgspec.to_builtins(total.timing) if total.timing is not None else {},
         }
