@@ -79,7 +79,9 @@ from pdserve.server.request.schemas import (
     ExtractBody,
     FunctionCallBody,
     GenerateBody,
+    LeaveGroupBody,
     LoadLoraBody,
+    MemoryTagsBody,
     MigrateBody,
     PairProbeBody,
     PauseBody,
@@ -92,12 +94,17 @@ from pdserve.server.request.schemas import (
     SuspendBody,
     TokenizeBody,
     UnloadLoraBody,
+    WeightNameBody,
     WeightsFromDiskBody,
+    WeightsFromDistributedBody,
+    WeightsFromTensorBody,
+    WeightsGroupBody,
     WeightVersionBody,
 )
-from pdserve.server.sglang_api import admin, commands, health, lora, observability, parse, weights
+from pdserve.server.sglang_api import admin, commands, health, lora, observability, parse, sent_weights, weights
 from pdserve.server.sglang_api.generate import generate
 from pdserve.server.sglang_api.health import PairProbes
+from pdserve.server.sglang_api.memory import MemoryEndpoints
 from pdserve.server.sglang_api.migrate import Migrations
 from pdserve.server.sglang_api.role_switch import RoleChanger, pd_role_switch
 from pdserve.server.sglang_api.snapshots import KV_RULES, SnapshotEndpoints
@@ -133,7 +140,14 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/migrate_stream": MigrateStreamBody,
     "/load_lora_adapter": LoadLoraBody,
     "/unload_lora_adapter": UnloadLoraBody,
+    "/release_memory_occupation": MemoryTagsBody,
+    "/resume_memory_occupation": MemoryTagsBody,
+    "/get_weights_by_name": WeightNameBody,
     "/update_weights_from_disk": WeightsFromDiskBody,
+    "/update_weights_from_tensor": WeightsFromTensorBody,
+    "/update_weights_from_distributed": WeightsFromDistributedBody,
+    "/init_weights_update_group": WeightsGroupBody,
+    "/destroy_weights_update_group": LeaveGroupBody,
     "/update_weight_version": WeightVersionBody,
     "/start_profile": ProfileBody,
     "/stop_profile": CommandBody,
@@ -144,13 +158,19 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/health_pair": PairProbeBody,
 }
 """Body schema of each POST or PUT route, for the OpenAPI document."""
-OPTIONAL_BODIES = frozenset({"/pause_generation", "/continue_generation", "/start_profile", "/stop_profile"})
+OPTIONAL_BODIES = frozenset(
+    {
+        *("/pause_generation", "/continue_generation", "/start_profile", "/stop_profile"),
+        *("/release_memory_occupation", "/resume_memory_occupation"),
+    }
+)
 """Routes whose body is optional."""
 INPUTS = openapi.Inputs(
     BODIES,
     OPTIONAL_BODIES,
     {
         "/flush_cache": {"timeout": {"type": "number", "minimum": 0, "maximum": admin.MAX_FLUSH_WAIT_S}},
+        "/get_weights_by_name": {"name": {"type": "string"}, "truncate_size": {"type": "integer", "minimum": 1}},
         "/v1/loads": {"dp_rank": {"type": "integer", "minimum": 0}},
         ITEMS_PATH: {
             "order": {"enum": ["asc", "desc"]},
@@ -337,6 +357,10 @@ ROUTES: tuple[tuple[str, str, str, Endpoint], ...] = (
     ("stop_profile", "GET", "/stop_profile", commands.stop_profile),
     ("abort_request", "POST", "/abort_request", admin.abort_request),
     ("update_weights_from_disk", "POST", "/update_weights_from_disk", weights.update_weights_from_disk),
+    ("update_weights", "POST", "/update_weights_from_tensor", sent_weights.update_weights_from_tensor),
+    ("update_weights", "POST", "/update_weights_from_distributed", sent_weights.update_weights_from_distributed),
+    ("update_weights", "POST", "/init_weights_update_group", sent_weights.init_weights_update_group),
+    ("update_weights", "POST", "/destroy_weights_update_group", sent_weights.destroy_weights_update_group),
     ("update_weight_version", "POST", "/update_weight_version", weights.update_weight_version),
 )
 """Routes of the endpoints that need a server's context only: name, methods, path, endpoint."""
@@ -360,6 +384,10 @@ def _add_routes(
         if path == RESPONSES_PATH:
             handle = stored.with_history(context, handle, pairs=single is not None)
         app.add_api_route(path, handle, methods=methods.split(), name=name, response_model=None)
+    memory = MemoryEndpoints(context, drain_gate)
+    for take in (memory.release_memory_occupation, memory.resume_memory_occupation, memory.get_weights_by_name):
+        command = take.__name__
+        app.add_api_route(f"/{command}", take, methods=["GET", "POST"], name=command, response_model=None)
     app.add_api_route(
         "/health_pair", PairProbes(context).post, methods=["POST"], name="post_health_pair", response_model=None
     )

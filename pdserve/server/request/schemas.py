@@ -343,6 +343,76 @@ class UnloadLoraBody(msgspec.Struct):
     lora_name: str
 
 
+class WeightsFromTensorBody(msgspec.Struct, forbid_unknown_fields=True):
+    """`POST /update_weights_from_tensor`. `tensors`: safetensors bytes in base64, one text or several.
+
+    `shared_memory`: names of POSIX shared-memory objects that have safetensors bytes, on the server's host. The other
+    fields: see `WeightsFromDiskBody`.
+    """
+
+    tensors: str | list[str] | None = None
+    shared_memory: str | list[str] | None = None
+    load_format: str | None = None
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    flush_cache: bool = True
+    keep_pause: bool = False
+    drain_timeout_secs: float | None = None
+    torch_empty_cache: bool = False
+
+
+class WeightsFromDistributedBody(msgspec.Struct, forbid_unknown_fields=True):
+    """`POST /update_weights_from_distributed`: names, number formats and shapes of the tensors that the group
+    `group_name` sends, in this order. The other fields: see `WeightsFromDiskBody`.
+    """
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = "weight_update_group"
+    load_format: str | None = None
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    flush_cache: bool = True
+    keep_pause: bool = False
+    drain_timeout_secs: float | None = None
+    torch_empty_cache: bool = False
+
+
+class WeightsGroupBody(msgspec.Struct, forbid_unknown_fields=True):
+    """`POST /init_weights_update_group`: where a group of torch.distributed meets, and this server's ranks in it.
+
+    `timeout_secs`: seconds for the meeting, and for each tensor.
+    """
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str = "weight_update_group"
+    backend: str = "nccl"
+    timeout_secs: float = 120.0
+
+
+class LeaveGroupBody(msgspec.Struct, forbid_unknown_fields=True):
+    """`POST /destroy_weights_update_group`."""
+
+    group_name: str = "weight_update_group"
+
+
+class MemoryTagsBody(msgspec.Struct, forbid_unknown_fields=True):
+    """`POST /release_memory_occupation`, `/resume_memory_occupation`. `tags`: what; absent or empty: all memory."""
+
+    tags: list[str] | None = None
+
+
+class WeightNameBody(msgspec.Struct, forbid_unknown_fields=True):
+    """`POST /get_weights_by_name`: name of a tensor of the checkpoint, and the number of rows that are returned."""
+
+    name: str
+    truncate_size: int = 100
+
+
 class WeightsFromDiskBody(msgspec.Struct, forbid_unknown_fields=True):
     """`POST /update_weights_from_disk`. `model_path`: a checkpoint on this server's hosts.
 

@@ -36,6 +36,7 @@ from pdserve.grammar.vocabulary import Vocabulary
 from pdserve.observe.metrics import ServerMetrics
 from pdserve.protocol.cached_tokens import CachedTokensDetails
 from pdserve.protocol.channel import MemoryApiChannel, memory_channel_pair
+from pdserve.protocol.engine_memory import GetWeights, MemoryCommand, ReleaseMemory, ResumeMemory
 from pdserve.protocol.engine_state import EngineReady, EngineState, PeerLoad, WaitsFor
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.hidden_states import HiddenStates, Pooling
@@ -71,6 +72,16 @@ from pdserve.protocol.messages import (
     SwitchRole,
     TokenLogprob,
     UnloadLora,
+)
+from pdserve.protocol.weights import (
+    EndWeightsUpdate,
+    HoldRequests,
+    InstallWeights,
+    JoinGroup,
+    LeaveGroup,
+    PrepareTensors,
+    PrepareWeights,
+    WeightsCommand,
 )
 from pdserve.server.app import create_app, make_metrics
 from pdserve.server.engine_client.client import EngineClient
@@ -175,6 +186,10 @@ class ScriptedScheduler:
         self.on_migration: Callable[[MigrationCommand], CommandReply] = lambda command: CommandReply(
             query_id=command.query_id, ok=False, message="refused"
         )
+        self.on_weights: Callable[[WeightsCommand | MemoryCommand], CommandReply] = lambda command: CommandReply(
+            query_id=command.query_id, ok=True, message="ok"
+        )
+        """Answers commands about weights and memory."""
         self.switches: list[SwitchRole] = []
         self.on_switch: Callable[[SwitchRole], str | None] | None = lambda command: None
         """Why the scheduler keeps its role, None: it takes the new one. None instead of a function: it does not answer.
@@ -234,6 +249,20 @@ class ScriptedScheduler:
                 case MigrateOut() | EndMigration() | SendPrefix():
                     self.commands.append(message)
                     self._channel.send(self.on_migration(message))
+                case (
+                    GetWeights()
+                    | ReleaseMemory()
+                    | ResumeMemory()
+                    | PrepareWeights()
+                    | PrepareTensors()
+                    | JoinGroup()
+                    | LeaveGroup()
+                    | HoldRequests()
+                    | InstallWeights()
+                    | EndWeightsUpdate()
+                ):
+                    self.commands.append(message)
+                    self._channel.send(self.on_weights(message))
                 case ExtractRequest():
                     self._extract(message)
                 case KVPart():
