@@ -189,7 +189,10 @@ OLLAMA_GENERATE_PATH = "/api/generate"
 OLLAMA_TAGS_PATH = "/api/tags"
 OLLAMA_SHOW_PATH = "/api/show"
 OLLAMA_VERSION_PATH = "/api/version"
-POOLING = (EMBEDDINGS_PATH,)
+SCORE_PATH = "/v1/score"
+RERANK_PATH = "/v1/rerank"
+COHERE_RERANK_PATH = "/v2/rerank"
+POOLING = (EMBEDDINGS_PATH, SCORE_PATH, RERANK_PATH, COHERE_RERANK_PATH)
 """Paths that compute prompts and generate no tokens. Only a server without a peer answers them."""
 GENERATING = (
     *(CHAT_PATH, COMPLETIONS_PATH, GENERATE_PATH, RESPONSES_PATH, MESSAGES_PATH),

@@ -22,6 +22,7 @@ from pdserve.base.proof import token_id
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.errors import EngineDeadError
 from pdserve.http.access import (
+    COHERE_RERANK_PATH,
     COUNT_TOKENS_PATH,
     EMBEDDINGS_PATH,
     GENERATING,
@@ -32,8 +33,10 @@ from pdserve.http.access import (
     OLLAMA_TAGS_PATH,
     OLLAMA_VERSION_PATH,
     POOLING,
+    RERANK_PATH,
     RESPONSES_PATH,
     RESTORE_PATH,
+    SCORE_PATH,
     SNAPSHOT_TYPE,
 )
 from pdserve.http.response_store import CANCEL_PATH, ITEMS_PATH, MAX_ITEMS, RESPONSE_PATH, ResponseStore
@@ -68,7 +71,8 @@ from pdserve.server.openai.responses.endpoint import responses
 from pdserve.server.openai.responses.schemas import ResponsesBody
 from pdserve.server.pairing.single_requests import SingleRequests
 from pdserve.server.pooling_api.embeddings import embeddings
-from pdserve.server.pooling_api.schemas import EmbeddingsBody
+from pdserve.server.pooling_api.schemas import EmbeddingsBody, RerankBody, ScoreBody
+from pdserve.server.pooling_api.scoring import rerank, score
 from pdserve.server.request.constraints import GrammarCheck
 from pdserve.server.request.schemas import (
     AbortBody,
@@ -120,6 +124,9 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     MESSAGES_PATH: MessagesBody,
     COUNT_TOKENS_PATH: MessagesBody,
     EMBEDDINGS_PATH: EmbeddingsBody,
+    SCORE_PATH: ScoreBody,
+    RERANK_PATH: RerankBody,
+    COHERE_RERANK_PATH: RerankBody,
     OLLAMA_CHAT_PATH: OllamaChatBody,
     OLLAMA_GENERATE_PATH: OllamaGenerateBody,
     OLLAMA_SHOW_PATH: OllamaShowBody,
@@ -317,6 +324,9 @@ ROUTES: tuple[tuple[str, str, str, Endpoint], ...] = (
     ("post_messages", "POST", MESSAGES_PATH, messages),
     ("post_count_tokens", "POST", COUNT_TOKENS_PATH, count_tokens),
     ("post_embeddings", "POST", EMBEDDINGS_PATH, embeddings),
+    ("post_score", "POST", SCORE_PATH, score),
+    ("post_rerank", "POST", RERANK_PATH, rerank),
+    ("post_rerank", "POST", COHERE_RERANK_PATH, rerank),
     ("post_ollama_chat", "POST", OLLAMA_CHAT_PATH, ollama_chat),
     ("post_ollama_generate", "POST", OLLAMA_GENERATE_PATH, ollama_generate),
     ("post_ollama_show", "POST", OLLAMA_SHOW_PATH, ollama_show),

@@ -49,6 +49,8 @@ SUMMARIES = {
     "/v1/messages": "Message (Anthropic)",
     "/v1/messages/count_tokens": "Number of prompt tokens of a message (Anthropic)",
     "/v1/embeddings": "Embeddings of texts (OpenAI)",
+    "/v1/score": "Probabilities of labels (SGLang), or scores of pairs of texts (vLLM)",
+    "/v1/rerank": "Documents in the order of their relevance (Jina, Cohere)",
     "/generate": "Generate from text or token ids (SGLang)",
     "/api/chat": "Chat (Ollama)",
     "/api/generate": "Generate from a prompt (Ollama)",
