@@ -112,6 +112,10 @@ class WatchedRole:
         """See `SchedulerRole`."""
         return self.role.is_queued(req)
 
+    def withdraw_queued(self) -> list[GenerateRequest]:
+        """See `SchedulerRole`."""
+        return self.role.withdraw_queued()
+
     def admit(self, req: Req) -> None:
         """See `SchedulerRole`."""
         self.role.admit(req)

@@ -304,14 +304,17 @@ def check_checkpoint(config: ServerConfig, path: Path) -> None:
     """
     from pdserve.model.config import check_spec, read_model_spec, resolve_context_length
     from pdserve.model.file_headers import check_gguf
+    from pdserve.model.pooling import read_embedding_spec, read_pooling
     from pdserve.model.transformers_sources import check_architecture
 
     if path.suffix == ".gguf":
         check_gguf(path)
         return
     parallel = config.parallel
+    if config.embedding.is_embedding:
+        read_pooling(path, config.embedding.embedding_pooling)
     try:
-        spec = read_model_spec(path)
+        spec = read_embedding_spec(path) if config.embedding.is_embedding else read_model_spec(path)
     except UnsupportedModelError as error:
         if config.model.model_impl == "native":
             raise

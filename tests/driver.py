@@ -26,6 +26,7 @@ from pdserve.executor.interface import BatchPlan, BatchRow, SampledToken, StepRe
 from pdserve.memory.group_pools import GroupPools
 from pdserve.memory.layout import PageSpace, pages_for
 from pdserve.memory.lease import GroupLease
+from pdserve.protocol.hidden_states import HiddenParams
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 
@@ -105,6 +106,7 @@ class Driver:
         num_prompt: int | None = None,
         top_logprobs: int | None = None,
         logprobs: Logprobs | None = None,
+        hidden: HiddenParams | None = None,
     ) -> int:
         """A row with pages for `max_tokens` tokens in all."""
         needed = pages_for(max_tokens, self.built.executor.layout.page_tokens)
@@ -118,7 +120,7 @@ class Driver:
             self._leases[row] = lease
             self.built.table.slots[row] = lease.slot or 0
         logprob_params = logprobs if top_logprobs is None else Logprobs(top=top_logprobs)
-        self.built.executor.open_row(row, tokens, prompt_length, sampling, logprob_params)
+        self.built.executor.open_row(row, tokens, prompt_length, sampling, logprob_params, hidden=hidden)
         return row
 
     def close(self, row: int) -> None:

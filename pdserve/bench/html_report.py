@@ -46,7 +46,8 @@ def page(report: Json) -> str:
     shown = json.dumps(report["flags"], indent=2)
     parts = [
         "<h1>Serving benchmark</h1>", f"<p>{escape(facts)}</p>", *_searches(report),
-        "<h2>Runs</h2>", _table([heading for heading, _, _ in _columns(results)], _runs(results)),
+        "<h2>Runs</h2>", f"<p>Latencies in milliseconds.{escape(_limits(results))}</p>",
+        _table([heading for heading, _, _ in _columns(results)], _runs(results)),
         *_errors(results),
         "<h2>Charts</h2>", '<div class="charts">', *(chart.svg.inline(chart.title) for chart in charts), "</div>",
         "<h2>Latencies, ms</h2>", _table(["run", "metric", *_kinds(results)], _latencies(results), "named"),
@@ -60,6 +61,12 @@ def page(report: Json) -> str:
         f"<title>Serving benchmark</title>\n<style>{CSS}{sheet()}\n</style>\n</head>\n"
         f"<body>\n{body}\n</body>\n</html>\n"
     )
+
+
+def _limits(results: Sequence[Json]) -> str:
+    limits = results[0].get("goodput_slo_ms", {})
+    told = " and ".join(f"{name.upper()} at most {value:g}" for name, value in limits.items())
+    return f" In SLO: the share of requests with {told}." if told else ""
 
 
 def _columns(results: Sequence[Json]) -> list[tuple[str, str, str]]:

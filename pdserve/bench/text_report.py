@@ -34,7 +34,7 @@ COLUMNS = (
     ("out tok/s", "output_throughput", ".1f"),
     ("TTFT p50", "median_ttft_ms", ".1f"),
     ("TTFT p99", "p99_ttft_ms", ".1f"),
-    ("2nd p50", "median_ttst_ms", ".1f"),
+    ("TTST p50", "median_ttst_ms", ".1f"),
     ("TPOT p50", "median_tpot_ms", ".2f"),
     ("ITL p50", "median_itl_ms", ".2f"),
     ("ITL p99", "p99_itl_ms", ".2f"),
@@ -72,6 +72,7 @@ def table(results: Sequence[Json]) -> str:
     rows += [[_number(result.get(name), form) for _, name, form in columns] for result in results]
     widths = [max(len(row[index]) for row in rows) for index in range(len(columns))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines.append("Latencies in milliseconds.")
     found = [f"{result['label']}, {result['request_rate']}: {line}" for result in results for line in errors(result)]
     return "\n".join([*lines, *found])
 

@@ -14,6 +14,7 @@ from pdserve.base.hosts import HostPatterns, parse_host_patterns
 from pdserve.base.parallel import ParallelShape
 from pdserve.config.accepted_group import AcceptedConfig
 from pdserve.config.access_group import AccessConfig, flag
+from pdserve.config.embedding_group import EmbeddingConfig
 from pdserve.config.kv_events_group import Endpoint, KVEventsConfig, parse_kv_events, parse_load_endpoint
 from pdserve.config.lora_group import LoraConfig
 from pdserve.config.pairing_group import PairingConfig
@@ -453,6 +454,7 @@ class ServerConfig:
     kernels: KernelConfig = KernelConfig()
     speculative: SpeculativeConfig = SpeculativeConfig()
     lora: LoraConfig = LoraConfig()
+    embedding: EmbeddingConfig = EmbeddingConfig()
     grammar: GrammarConfig = GrammarConfig()
     serving: ServingConfig = ServingConfig()
     access: AccessConfig = AccessConfig()

@@ -50,7 +50,7 @@ enable-nccl-nvls enable-nsa-prefill-context-parallel enable-nvidia-megakernel en
 enable-page-major-kv-layout enable-paged-experts enable-pdmux enable-piecewise-cuda-graph
 enable-precise-embedding-interpolation enable-prefill-cp enable-prefill-delayer enable-prefix-mm-cache
 enable-profile-cuda-graph enable-quant-communications
-enable-response-store enable-return-aux-hidden-states enable-return-hidden-states enable-return-indexer-topk
+enable-response-store enable-return-aux-hidden-states enable-return-indexer-topk
 enable-return-routed-experts enable-scattered-sconv enable-session-radix-cache enable-shared-experts-attn-tp
 enable-single-batch-overlap enable-ssl-refresh enable-streaming-session enable-strict-thinking enable-symm-mem
 enable-tf32-matmul enable-tokenizer-batch-encode enable-torch-compile enable-torch-compile-debug-mode
@@ -72,7 +72,7 @@ hicache-host-memory-fraction hicache-host-memory-mode hicache-io-backend hicache
 hicache-storage-prefetch-retry-max-attempts hicache-storage-prefetch-retry-poll-interval
 hierarchical-sparse-attention-extra-config hisparse-config http2-initial-connection-window-size
 http2-max-concurrent-streams hybrid-kvcache-ratio image-processor-backend
-int8-mamba-ckpt-size is-embedding json-model-override-args keep-mm-feature-on-device kt-cpuinfer
+int8-mamba-ckpt-size json-model-override-args keep-mm-feature-on-device kt-cpuinfer
 kt-max-deferred-experts-per-token kt-method kt-num-gpu-experts kt-threadpool-count kt-weight-path
 kv-canary kv-canary-real-data kv-canary-sweep-interval language-model-only language-only
 limit-mm-data-per-request linear-attn-backend linear-attn-decode-backend linear-attn-prefill-backend

@@ -27,6 +27,8 @@ from pdserve.errors import ConfigError
 MAX_PAGE_SIZE = 128
 MAX_THREADS = 1024
 MAX_NICENESS = 19
+MAX_VERSION_CHARS = 128
+"""Longest name of a version of the weights."""
 MAX_SNAPSHOT_GB = 10_000
 MAX_GRACE_S = 86_400
 MAX_RANKS = 4096
@@ -61,6 +63,7 @@ def check(config: ServerConfig) -> None:
     config.access.check()
     config.speculative.check(config.model.model_path, config.parallel.pp_size)
     config.lora.check((config.model.model_path, config.model.served_model_name))
+    config.embedding.check(config.disagg.disaggregation_mode, drafts=config.speculative.is_on)
     config.accepted.check()
     _check_observe(config.observe)
     events = parse_kv_events(config.observe.kv_events_config, config.parallel.dp_size)
@@ -78,17 +81,28 @@ def _check_snapshots(serving: ServingConfig) -> None:
         _refuse("snapshot_dir", serving.snapshot_dir, "must not be empty")
 
 
+def wrong_version(version: str) -> str | None:
+    """Return why `version` cannot name a version of the weights; None: it can."""
+    if not version.strip() or "\0" in version:
+        return "must not be empty"
+    if len(version) > MAX_VERSION_CHARS:
+        return f"must have at most {MAX_VERSION_CHARS} characters"
+    return None
+
+
 def _check_model(model: ModelConfig) -> None:
     for field, text in (
         ("model_path", model.model_path),
         ("tokenizer_path", model.tokenizer_path),
         ("served_model_name", model.served_model_name),
-        ("weight_version", model.weight_version),
         ("revision", model.revision),
         ("download_dir", model.download_dir),
     ):
         if text is not None and (not text.strip() or "\0" in text):
             _refuse(field, text, "must not be empty")
+    wrong = wrong_version(model.weight_version)
+    if wrong is not None:
+        _refuse("weight_version", model.weight_version, wrong)
     _at_least("context_length", model.context_length, 1)
     _between("random_seed", model.random_seed, 0, (1 << 63) - 1)
 

@@ -21,6 +21,7 @@ from pdserve.engine.build_transfer import ReplicaId
 from pdserve.engine.kv_events import open_kv_events, open_load_events
 from pdserve.engine.replica import ReplicaEngine, open_engine
 from pdserve.engine.role import LeaderRoles, OnRole, ignore_role
+from pdserve.engine.weights import LeaderWeights
 from pdserve.errors import ProtocolError
 from pdserve.executor.memory_sizing import free_bytes
 from pdserve.memory.layout import GroupKind
@@ -28,11 +29,13 @@ from pdserve.protocol.channel import SchedulerChannel
 from pdserve.protocol.engine_state import EngineReady, SchedulerHeartbeat
 from pdserve.protocol.messages import Shutdown
 from pdserve.ranks.pre_step import IdleBatches, SharedDpSync
+from pdserve.scheduler.engine_memory import EngineMemory
 from pdserve.scheduler.input_source import GrammarGate, LeaderInputSource
 from pdserve.scheduler.loop_times import Heartbeat
 from pdserve.scheduler.role_switcher import RoleSwitcher
 from pdserve.scheduler.scheduler import Event, InputSource, Scheduler
 from pdserve.scheduler.state_report import LoadReporter
+from pdserve.scheduler.weights_update import WeightsUpdater
 
 log = logging.getLogger(__name__)
 
@@ -111,6 +114,9 @@ def build_scheduler(
         "dp_rank": replica.dp_rank,
         "layout_fingerprint": built.layout.fingerprint(),
         "weights_fingerprint": engine.weights_fingerprint,
+        "weight_version": config.model.weight_version,
+        "weights_path": config.model.model_path,
+        "weights_load_format": config.model.load_format,
         "page_tokens": built.layout.page_tokens,
         "layout": str(built.layout.fields()),
         "kv_groups": ",".join(group.name for group in built.layout.groups if group.kind is not GroupKind.STAMP),
@@ -150,6 +156,10 @@ def build_scheduler(
         heartbeat=Heartbeat(MonotonicClock()),
         num_gated=lambda: gate.num_waiting,
         load_reporter=None if load_events is None else LoadReporter(load_events.post, replica.dp_rank),
+        engine_memory=EngineMemory(built.device_memory, roles, engine.reports(), engine.clock, channel.send),
+        weights=WeightsUpdater(
+            LeaderWeights(engine, config.model.weight_version, roles.change_weights), engine.clock, channel.send
+        ),
     )
 
 
@@ -164,6 +174,8 @@ def _engine_ready(engine: ReplicaEngine, facts: Mapping[str, Fact]) -> EngineRea
         max_total_tokens=built.max_total_tokens,
         eos_token_ids=list(built.spec.eos_token_ids),
         facts={**facts, **engine.facts()},
+        hidden_size=built.spec.hidden_size,
+        pooling=built.pooling,
     )
 
 

@@ -22,6 +22,7 @@ from pdserve.engine.build_storage import add_storage_tier, follower_port, open_s
 from pdserve.engine.follower_role import FollowerParts, FollowerRoles, open_parts
 from pdserve.engine.replica import make_rebalancer, rank_facts
 from pdserve.engine.role import OnRole, ignore_role
+from pdserve.engine.weights import FollowerWeights
 from pdserve.errors import RankError
 from pdserve.executor.factory import LoadedEngine, build_executor, join_replica
 from pdserve.executor.interface import Executor
@@ -33,11 +34,14 @@ from pdserve.ranks.pre_step import IdleBatches, PreStepExecutor, SharedDpSync
 from pdserve.ranks.rank0_link import Rank0Link, Stopped
 from pdserve.ranks.rank_copies import RankCopyEnds
 from pdserve.ranks.rank_executor import RankExecutor
+from pdserve.ranks.rank_reports import GroupReports
 from pdserve.ranks.rendezvous import facts_of, open_stores, own_host, rank_names
+from pdserve.scheduler.engine_memory import EngineMemory
 from pdserve.scheduler.input_source import FollowerInputSource
 from pdserve.scheduler.outbox import REQUEST_LOGGER
 from pdserve.scheduler.role_switcher import RoleSwitcher
 from pdserve.scheduler.scheduler import Scheduler
+from pdserve.scheduler.weights_update import WeightsUpdater
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +169,9 @@ def _make_scheduler(
         opened,
         source,
         RoleSwitcher(roles, inputs, _say_nothing),
+        engine_memory=EngineMemory(built.device_memory, roles, GroupReports(leader, inputs), inputs, _say_nothing),
         idle_batches=IdleBatches(SharedDpSync(None, inputs)) if config.parallel.num_sharing > 1 else None,
+        weights=WeightsUpdater(FollowerWeights(built, inputs, leader.report), inputs, _say_nothing),
     )
 
 

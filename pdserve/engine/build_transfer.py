@@ -39,6 +39,7 @@ from pdserve.transfer.peers import SessionTimes
 from pdserve.transfer.plan import rank_memory
 from pdserve.transfer.registry import open_transport
 from pdserve.transfer.transport import MemoryRegion, Transport, TransportOptions
+from pdserve.transfer.wire import WEIGHTS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,8 +78,11 @@ def open_transfer(
     stack: contextlib.ExitStack,
     write_line: WriteLine | None,
     reports: Callable[[], Sequence[RankReady | RolePrepared]],
+    weights: str,
 ) -> OpenedTransfer:
     """Open the transfer manager on real sockets and a real transport; a prefill replica registers its route.
+
+    `weights`: see `weights_name`.
 
     `write_line` writes the KV log; None: no log. `reports` waits for what followers report about their own transports,
     once this rank's is open.
@@ -110,7 +114,7 @@ def open_transfer(
     start = TransferStart(
         instance=uuid.uuid4().hex,
         endpoint=socket.endpoint,
-        handshake=_handshake(config, built, transport, engine.weights_fingerprint),
+        handshake=_handshake(config, built, transport, weights),
         ranks=(own, *(one.memory for one in others if one.memory is not None)),
         drain_timeout_s=copies.drain_timeout_s,
         fence_drain_timeout_s=copies.fence_drain_timeout_s,
@@ -240,7 +244,7 @@ def _handshake(config: ServerConfig, built: LoadedEngine, transport: Transport, 
         "pdserve_version": __version__,
         "model": built.spec.digest(),
         "transfer_backend": transport.name,
-        "weights": weights,
+        WEIGHTS: weights,
         "enable_deterministic_inference": int(fixed),
         "deterministic_arithmetic": built.arithmetic if fixed else "",
         "deterministic_tp_size": parallel.tp_size if fixed else 0,
@@ -257,8 +261,12 @@ def _handshake(config: ServerConfig, built: LoadedEngine, transport: Transport, 
 def _register(
     config: ServerConfig, built: LoadedEngine, start: TransferStart, replica: ReplicaId, bootstrap_port: int, token: str
 ) -> None:
-    """Register this replica's route at the server's own bootstrap server."""
+    """Register this replica's route at the server's own bootstrap server. The weights, which may change, are left
+    out.
+    """
     host, _, port = start.endpoint.rpartition(":")
+    facts: dict[str, Fact] = {**start.handshake, **built.layout.fields()}
+    del facts[WEIGHTS]
     route = ReplicaRoute(
         server=replica.server,
         instance=start.instance,
@@ -271,7 +279,7 @@ def _register(
         page_size=config.memory.page_size,
         kv_cache_dtype=built.kv_dtype,
         model=built.spec.digest(),
-        facts={**start.handshake, **built.layout.fields()},
+        facts=facts,
     )
     own_address = "127.0.0.1" if config.serving.host == "0.0.0.0" else config.serving.host
     register_route(own_address, bootstrap_port, route, token)

@@ -27,6 +27,7 @@ from pdserve.ranks.input_log import InputLog, LeaderLog
 from pdserve.ranks.messages import Begin, RankReady, TransferStart
 from pdserve.ranks.pre_step import ExpertRebalancer, PreStepExecutor, RoundRebalancer, StepRebalancer
 from pdserve.ranks.rank_executor import GroupHasher, RankExecutor
+from pdserve.ranks.rank_reports import GroupReports, OwnReport, RankReports
 from pdserve.ranks.rendezvous import LOOPBACK, close_rendezvous, facts_of, open_stores, own_host
 from pdserve.ranks.worker_links import WorkerLinks, meet_followers
 
@@ -72,7 +73,7 @@ class _Met:
             self.dp_sync.close(trouble)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class ReplicaEngine:
     """The executors of a replica.
 
@@ -88,6 +89,12 @@ class ReplicaEngine:
     samples: Sequence[WeightSamples] | None = None
     startup: StartupTimes = dataclasses.field(default_factory=StartupTimes)
     """Written until the scheduler takes requests."""
+    draft_samples: Sequence[WeightSamples] | None = None
+    """Samples of the followers' drafters; None: those that they reported at start-up."""
+
+    def change_weights(self, samples: Sequence[WeightSamples], draft_samples: Sequence[WeightSamples]) -> None:
+        """Take the samples of other weights, which all ranks compute with: of all ranks, and of followers' drafters."""
+        self.samples, self.draft_samples = tuple(samples), tuple(draft_samples)
 
     @property
     def weights_fingerprint(self) -> str:
@@ -105,12 +112,17 @@ class ReplicaEngine:
             ModelError: ranks loaded different weights.
         """
         drafter, ready = self.built.drafter, () if self.group is None else self.group.ready
-        return {} if drafter is None else draft_facts(drafter, [one.draft_samples for one in ready])
+        others = [one.draft_samples for one in ready] if self.draft_samples is None else self.draft_samples
+        return {} if drafter is None else draft_facts(drafter, others)
 
     def hasher(self) -> KVHasher:
         """Return the hasher of the KV pages of all ranks."""
         own = PoolHasher(self.built.executor.pools, self.built.layout, self.built.executor.coord)
         return own if self.group is None else GroupHasher(own, self.group.followers, self.group.log)
+
+    def reports(self) -> RankReports:
+        """Return what gathers answers of all ranks."""
+        return OwnReport() if self.group is None else GroupReports(self.group.followers, self.group.log)
 
     @property
     def clock(self) -> Clock:

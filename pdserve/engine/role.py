@@ -12,14 +12,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from pdserve.base.mailbox import Mailbox
 from pdserve.base.startup_times import TRANSFER
 from pdserve.config import DisaggMode, ServerConfig
-from pdserve.config.resolve import with_disagg
+from pdserve.config.resolve import disagg_fields, with_disagg
 from pdserve.engine.assemble import Fact, fit_to_role, make_kv_checksum, make_role, num_aux_slots
 from pdserve.engine.build_transfer import OpenedTransfer, ReplicaId, open_transfer
 from pdserve.engine.kv_events import KVEvents, open_kv_events
@@ -28,6 +28,7 @@ from pdserve.engine.replica import ReplicaEngine
 from pdserve.errors import ConfigError, PdserveError, RankError
 from pdserve.memory.page_keys import KeyNamespace
 from pdserve.protocol.messages import SwitchRole
+from pdserve.protocol.weights import weights_name
 from pdserve.ranks.consensus import Consensus
 from pdserve.ranks.messages import RankReady, RoleDecision, RolePrepared
 from pdserve.scheduler.context import SchedulerContext
@@ -56,6 +57,7 @@ class RoleParts:
     """What one role has beside the engine. `stack` closes it."""
 
     config: ServerConfig
+    replica: ReplicaId
     transfer: OpenedTransfer | None
     write_line: WriteLine | None
     stack: contextlib.ExitStack
@@ -91,6 +93,7 @@ class LeaderRoles:
         self._announce = announce
         self._present: RoleParts | None = None
         self._present_facts: dict[str, Fact] = {}
+        self._weights = weights_name(config.model.weight_version, engine.weights_fingerprint)
         self._num_changes = 0
         self.on_consensus: Callable[[Consensus | None], None] = lambda consensus: None
         """Called with the consensus of each later role; None: nothing is transferred."""
@@ -107,6 +110,16 @@ class LeaderRoles:
     def is_quiet(self) -> bool:
         """See `RoleOpener`."""
         return self.consensus is None or self.consensus.num_pending == 0
+
+    @property
+    def present(self) -> SwitchRole:
+        """See `RoleOpener`."""
+        assert self._present is not None
+        config, replica = self._present.config, self._present.replica
+        return SwitchRole(
+            query_id="", disagg=disagg_fields(config), server=replica.server, bootstrap_port=replica.bootstrap_port,
+            timeout_s=0.0,
+        )  # fmt: skip
 
     def open_first(self, context: SchedulerContext, storage: KeyNamespace | None) -> OpenedRole:
         """Open the first role, with the reports that followers gave when they became ready. `storage`: see `Begin`."""
@@ -157,6 +170,13 @@ class LeaderRoles:
         """See `RoleOpener`."""
         self._announce(self._present_facts)
 
+    def change_weights(self, facts: Mapping[str, Fact], weights: str) -> None:
+        """Take and announce the facts of other weights; roles that follow begin with `weights`, see `weights_name`."""
+        self._weights = weights
+        self._facts |= facts
+        self._present_facts |= facts
+        self._announce(self._present_facts)
+
     # ------------------------------------------------------------------ inside
 
     def _reports(self, number: int) -> Reports:
@@ -181,9 +201,10 @@ class LeaderRoles:
             if config.disagg.disaggregation_mode != "null":
                 num_aux = num_aux_slots(config, self._engine.built.table.num_rows)
                 transfer = open_transfer(
-                    config, self._engine, self._mailbox, num_aux, replica, self._token, stack, write_line, reports
-                )
-            return RoleParts(config, transfer, write_line, stack.pop_all())
+                    config, self._engine, self._mailbox, num_aux, replica, self._token, stack, write_line, reports,
+                    self._weights,
+                )  # fmt: skip
+            return RoleParts(config, replica, transfer, write_line, stack.pop_all())
 
     def _change_to(self, parts: RoleParts) -> OpenedRole:
         """Close the present role's parts, and begin the new role."""

@@ -241,19 +241,20 @@ def make_native(
     formats: Mapping[str, GroupFormat] | None = None,
     *,
     packs_embedding: bool = False,
+    threads: Threads | None = None,
 ) -> NativeDecoder:
-    """Take `model` over into the native kernels, with as many threads as torch has.
+    """Take `model` over into the native kernels, with as many threads as torch has, or with those of another model.
 
     `formats`: those of quantized weights that are packed as they are, by their names in the checkpoint.
     `packs_embedding`: see `NativeDecoder`. `packing()` is a context around weight packing. Where the threads take all
     cores of this process, all but the calling thread are pinned to a core each: two of them on one core would wait for
     each other.
     """
-    count = torch.get_num_threads()
-    cores = sorted(os.sched_getaffinity(0))
-    threads = Threads(count, cores[1:] if len(cores) == count else None)
-    ops.use(threads, level)
+    if threads is None:
+        count = torch.get_num_threads()
+        cores = sorted(os.sched_getaffinity(0))
+        threads = Threads(count, cores[1:] if len(cores) == count else None)
+        ops.use(threads, level)
+        _LOG.info("the model runs with native kernels: %s, %d threads", level, count)
     form = _FORMATS[config.quantization]
-    native = NativeDecoder(model, threads, level, form, packing, formats=formats, packs_embedding=packs_embedding)
-    _LOG.info("the model runs with native kernels: %s, %d threads", level, count)
-    return native
+    return NativeDecoder(model, threads, level, form, packing, formats=formats, packs_embedding=packs_embedding)

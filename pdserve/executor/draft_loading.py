@@ -19,6 +19,7 @@ from pdserve.base.startup_times import WEIGHTS
 from pdserve.errors import ConfigError
 from pdserve.executor.backend_choice import choose_attention, make_kernels
 from pdserve.executor.model_loading import LoadedModel, ModelToLoad, bind_decoder, expert_map_of, kept_formats
+from pdserve.memory.draft_groups import with_draft
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.config import check_spec
@@ -37,6 +38,20 @@ from pdserve.model.params import torch_dtype
 from pdserve.model.paths import resolve_model_path, resolve_tokenizer_path
 
 _FIELD = "speculative_algorithm"
+
+
+def add_drafter(wanted: ModelToLoad, loaded: LoadedModel) -> tuple[LoadedModel, DraftModel | None]:
+    """Load the model that drafts for `loaded`, and return `loaded` with the drafter's KV in its layout.
+
+    Raises ConfigError and ModelError as `load_draft_model`.
+    """
+    draft_model = load_draft_model(wanted, loaded)
+    if draft_model is None:
+        return loaded, None
+    group = draft_model.kv_group(wanted.config.memory.page_size, wanted.dtype)
+    if loaded.kernels is not None:
+        loaded.kernels.tap_samples(draft_model.taps)
+    return dataclasses.replace(loaded, layout=with_draft(loaded.layout, group)), draft_model
 
 
 def load_draft_model(wanted: ModelToLoad, loaded: LoadedModel) -> DraftModel | None:
@@ -89,7 +104,10 @@ def load_mtp(wanted: ModelToLoad, loaded: LoadedModel) -> DraftModel:
                 inputs, program, partial(_bind_native, program), final_norm=decoder.norm, norm=norm,
                 target=wanted.spec, project=program.pack(inputs.project),
             )  # fmt: skip
-        fill_model(layer, wanted.path, load_format=model.load_format, seed=model.random_seed, prefix=names.prefix)
+        fill_model(
+            layer, wanted.path, load_format=model.load_format, seed=model.random_seed, prefix=names.prefix,
+            overlay=wanted.overlay,
+        )  # fmt: skip
     return module
 
 

@@ -6,7 +6,9 @@ Where a replica has several ranks, call `join_replica` first, then `build_execut
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
+from functools import partial
 
 import torch
 from torch.distributed.distributed_c10d import Store
@@ -16,18 +18,20 @@ from pdserve.base.parallel import DpRankCoord, RankCoord
 from pdserve.base.startup_times import POOLS, WARM_UP, StartupTimes
 from pdserve.config.groups import KernelConfig, ParallelConfig, ServerConfig
 from pdserve.errors import ConfigError, GrammarError
-from pdserve.executor.draft_loading import load_draft_model
+from pdserve.executor.device_memory import DeviceMemory
+from pdserve.executor.draft_loading import add_drafter
 from pdserve.executor.drafter import Drafter, draft_pool
 from pdserve.executor.grammar_rows import GrammarRows
 from pdserve.executor.local_executor import LocalExecutor
 from pdserve.executor.loras import LoraAdapters, check_adapters, make_loras
+from pdserve.executor.model_in_use import ModelParts
 from pdserve.executor.model_loading import LoadedModel, ModelToLoad, load, read_model
 from pdserve.executor.model_runner import NativeDecode
 from pdserve.executor.pools import Agree, PoolDemand, captured_sizes, longest_chunk, make_pools, size_pools
 from pdserve.executor.sampler import choose_with_torch
+from pdserve.executor.weights import WeightsLoader
 from pdserve.grammar.compile import JsonRules
 from pdserve.grammar.vocabulary import Vocabulary
-from pdserve.memory.draft_groups import with_draft
 from pdserve.memory.group_pools import GroupPoolSizes
 from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layout import GroupKind, KVLayout
@@ -35,9 +39,12 @@ from pdserve.model.attention.interface import StateBackend
 from pdserve.model.attention.page_gather import GroupPool
 from pdserve.model.config import ModelSpec, resolve_context_length
 from pdserve.model.drafting.cost import pass_cost
+from pdserve.model.drafting.interface import DraftModel
 from pdserve.model.parallel import Parallel, SingleRank, is_sampler
 from pdserve.model.paths import resolve_model_path, resolve_tokenizer_path
+from pdserve.model.pooling import read_pooling
 from pdserve.model.torch_parallel import open_parallel
+from pdserve.protocol.hidden_states import Pooling
 
 _LOG = logging.getLogger(__name__)
 MAX_PAGE_TOKENS = 128
@@ -49,7 +56,6 @@ class LoadedEngine:
 
     `arithmetic`: TORCH, or level and number format of the CPU kernels. Levels that give the same bits share one name.
     `group_sizes`: window pages and state slots. `can_split_prompts`: False where a prompt must be one chunk.
-    `drafter`: with the model that drafts; None without one.
     """
 
     executor: LocalExecutor
@@ -65,7 +71,24 @@ class LoadedEngine:
     can_split_prompts: bool = True
     loras: LoraAdapters | None = None
     """LoRA adapters of this rank; None without --enable-lora."""
-    drafter: Drafter | None = None
+    weights: WeightsLoader | None = None
+    """Loads other weights of the same model; None in tests whose weights stay."""
+    moves_experts: bool = False
+    """True with --enable-eplb."""
+    pooling: Pooling | None = None
+    """How the model makes one vector of a text; None without --is-embedding."""
+
+    @functools.cached_property
+    def device_memory(self) -> DeviceMemory:
+        """Reads weights by name, and gives memory back to the system."""
+        return DeviceMemory(self.executor, refuses_experts=self.moves_experts)
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """The model that drafts, with its state; None without one."""
+        drafter = self.executor.drafter
+        assert drafter is None or isinstance(drafter, Drafter)
+        return drafter
 
     @property
     def layout(self) -> KVLayout:
@@ -141,12 +164,7 @@ def build_executor(
     context_length = resolve_context_length(config.model.context_length, wanted.spec)
     loaded = load(wanted)
     loras = make_loras(wanted, loaded, max_lora_rank)
-    draft_model = load_draft_model(wanted, loaded)
-    if draft_model is not None:
-        group = draft_model.kv_group(page_tokens, wanted.dtype)
-        loaded = dataclasses.replace(loaded, layout=with_draft(loaded.layout, group))
-        if loaded.kernels is not None:
-            loaded.kernels.tap_samples(draft_model.taps)
+    loaded, draft_model = add_drafter(wanted, loaded)
     held, shape = loaded.layout.of_rank(parallel.coord), parallel.coord.shape
     demand = PoolDemand(
         wanted.spec, held, wanted.dtype, device, max_rows, context_length, local.count * config.parallel.dp_size,
@@ -159,13 +177,16 @@ def build_executor(
     with startup.part(POOLS):
         pools = make_pools(held, sizes, device, shareable=config.disagg.may_share_memory)
         table = PageTable(max_rows, held.pages_for(context_length), has_window=held.window > 0)
-    drafter = None
-    if draft_model is not None:
-        drafter = Drafter(
-            draft_model, draft_pool(pools), held, num_drafts=config.speculative.max_drafts, num_pages=sizes.num_pages,
-            num_rows=max_rows, dtype=loaded.model.dtype, device=device,
-        )  # fmt: skip
-    executor = _executor(wanted, loaded, pools, table, context_length, drafter, loras, returns_results=returns_results)
+    bind = partial(_bind, pools, held, sizes.num_pages, max_rows)
+    parts = bind(wanted, loaded, draft_model, loras)
+    executor = LocalExecutor(
+        parts.model, loaded.layout, pools, parts.attention, table, context_length=context_length, device=device,
+        overlap=config.schedule.disable_overlap_schedule is False, grammars=_grammars(wanted),
+        returns_results=returns_results, choose=parts.choose, decode=parts.decode,
+        returns_prompt_results=not config.kernels.enable_deterministic_inference,
+        processed_logprobs=config.model.logprobs_mode == "processed", drafter=parts.drafter, fold=parts.fold,
+        max_forced=config.speculative.max_drafts, loras=loras,
+    )  # fmt: skip
     with startup.part(WARM_UP):
         make_ready(executor, config, max_rows, context_length)
     _LOG.info(
@@ -173,40 +194,47 @@ def build_executor(
         wanted.spec.architectures[0], wanted.dtype, device, loaded.model.params.num_bytes >> 20,
         held.tokens_in(sizes.num_pages), sizes.num_pages, sum(size for _, size in executor.buffers) >> 20,
     )  # fmt: skip
-    if drafter is not None:
-        _LOG.info("the drafter has %d MB of weights of its own", drafter.num_bytes >> 20)
+    if draft_model is not None:
+        _LOG.info("the drafter has %d MB of weights of its own", draft_model.num_bytes >> 20)
+    weights = WeightsLoader(
+        executor, wanted, loaded, bind, lambda: make_ready(executor, config, max_rows, context_length)
+    )
     return LoadedEngine(
         executor, table, wanted.spec, sizes.num_pages, context_length, wanted.dtype, device, parallel.coord,
-        loaded.arithmetic, sizes.groups, loaded.can_split_prompts, loras, drafter,
+        loaded.arithmetic, sizes.groups, loaded.can_split_prompts, loras, weights,
+        config.parallel.enable_eplb,
+        read_pooling(wanted.path, config.embedding.embedding_pooling) if config.embedding.is_embedding else None,
     )  # fmt: skip
 
 
-def _executor(
+def _bind(
+    pools: tuple[GroupPool, ...],
+    held: KVLayout,
+    num_pages: int,
+    num_rows: int,
     wanted: ModelToLoad,
     loaded: LoadedModel,
-    pools: tuple[GroupPool, ...],
-    table: PageTable,
-    context_length: int,
-    drafter: Drafter | None,
-    loras: LoraAdapters | None,
-    *,
-    returns_results: bool,
-) -> LocalExecutor:
-    """Make the executor of a loaded model over its pools."""
-    config, kernels, max_drafts = wanted.config, loaded.kernels, wanted.config.speculative.max_drafts
+    draft_model: DraftModel | None,
+    loras: LoraAdapters | None = None,
+) -> ModelParts:
+    """Bind a loaded model to the pools of its rank, which has the layout `held`."""
+    kernels, max_drafts = loaded.kernels, wanted.config.speculative.max_drafts
+    drafter = None
+    if draft_model is not None:
+        drafter = Drafter(
+            draft_model, draft_pool(pools), held, num_drafts=max_drafts, num_pages=num_pages, num_rows=num_rows,
+            dtype=loaded.model.dtype, device=wanted.device,
+        )  # fmt: skip
     targets = [pool for pool in pools if pool.group.kind not in (GroupKind.STAMP, GroupKind.DRAFT)]
     attention = loaded.bind(targets, max_drafts=max_drafts)
-    return LocalExecutor(
-        loaded.model, loaded.layout, pools, attention if loras is None else loras.begin_with(attention), table,
-        context_length=context_length,
-        device=wanted.device, overlap=config.schedule.disable_overlap_schedule is False,
-        grammars=_grammars(wanted), returns_results=returns_results,
-        choose=choose_with_torch if kernels is None else kernels.chooser(),
-        decode=None if kernels is None else NativeDecode(kernels.decode, kernels.max_native_rows, kernels.tapped),
-        returns_prompt_results=not config.kernels.enable_deterministic_inference,
-        processed_logprobs=config.model.logprobs_mode == "processed", drafter=drafter,
-        fold=attention.fold if isinstance(attention, StateBackend) else None, max_forced=max_drafts, loras=loras,
-    )  # fmt: skip
+    return ModelParts(
+        loaded.model,
+        attention if loras is None else loras.begin_with(attention),
+        choose_with_torch if kernels is None else kernels.chooser(),
+        None if kernels is None else NativeDecode(kernels.decode, kernels.max_native_rows, kernels.tapped),
+        drafter,
+        attention.fold if isinstance(attention, StateBackend) else None,
+    )
 
 
 def _warn_of_small_pool(num_tokens: int, context_length: int) -> None:

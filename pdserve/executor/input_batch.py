@@ -16,14 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.executor.interface import BatchPlan
+from pdserve.executor.interface import BatchPlan, BatchRow
 from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layout import KVLayout
 from pdserve.model.forward_batch import ForwardBatch, HostRows, IntArray, to_device
 from pdserve.model.parallel import Arrival
+from pdserve.protocol.hidden_states import HiddenParams
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 
+MIN_TOKENS = {"cpu": 32, "cuda": 256}
+"""By device type: least tokens of a micro-batch. Below, reading the weights dominates, so a split gains nothing."""
 _COLUMNS = np.dtype(
     [
         ("temperature", "f4"),
@@ -117,17 +120,27 @@ class SamplingMetadata:
         self._picks: dict[int, tuple[int, ...]] = {}
         self.prompt_logprob_params: dict[int, tuple[int, Logprobs]] = {}
         """By row that requests log probabilities of its prompt: prompt tokens and parameters."""
+        self.hidden_params: dict[int, HiddenParams] = {}
+        """By row that requests hidden states."""
         self._seeds = Seeds(default_seed)
         self._picked = b"", self._columns[:0], False
         """The last rows picked, their columns, and whether all are plain. Successive decode steps pick the same rows.
         """
 
-    def set(self, row: int, num_prompt: int, sampling: CoreSamplingParams, logprobs: Logprobs | None) -> None:
+    def set(
+        self,
+        row: int,
+        num_prompt: int,
+        sampling: CoreSamplingParams,
+        logprobs: Logprobs | None,
+        hidden: HiddenParams | None = None,
+    ) -> None:
         """Set the columns of `row` for a new request."""
         self.clear(row)
         seed = self._seeds.fix(sampling).seed
         assert seed is not None, "fixed"
         wants_output_logprobs = logprobs is not None and logprobs.output
+        wants_more = wants_output_logprobs or hidden is not None
         self._columns[row] = (
             sampling.temperature,
             sampling.top_p,
@@ -144,7 +157,7 @@ class SamplingMetadata:
             sampling.greedy,
             sampling.needs_history,
             sampling.grammar is not None,
-            sampling.greedy and not (sampling.needs_history or sampling.grammar is not None or wants_output_logprobs),
+            sampling.greedy and not (sampling.needs_history or sampling.grammar is not None or wants_more),
         )
         if sampling.min_new_tokens:
             self._bans[row] = tuple(sorted({*self._eos, *sampling.stop_token_ids}))
@@ -154,6 +167,8 @@ class SamplingMetadata:
             self._picks[row] = logprobs.token_ids
         if logprobs is not None and logprobs.prompt_from is not None:
             self.prompt_logprob_params[row] = (num_prompt, logprobs)
+        if hidden is not None:
+            self.hidden_params[row] = hidden
 
     @property
     def num_prompt(self) -> IntArray:
@@ -167,6 +182,7 @@ class SamplingMetadata:
         self._biases.pop(row, None)
         self._picks.pop(row, None)
         self.prompt_logprob_params.pop(row, None)
+        self.hidden_params.pop(row, None)
 
     def pick(self, table_rows: IntArray, positions: IntArray) -> StepParams:
         """Return the parameters of table rows `table_rows`, which sample the tokens at `positions`."""
@@ -265,6 +281,39 @@ class HostBatch:
     sample_index: IntArray
     table_rows: IntArray
     rows: HostRows
+
+
+def cut_plan(plan: BatchPlan, num_stages: int, min_tokens: int) -> tuple[BatchPlan, ...]:
+    """Cut a step into up to `num_stages` micro-batches of about equal tokens, none below `min_tokens`.
+
+    A row may be cut too: the KV of its first tokens is written before the rest is computed. Rows with drafts stay
+    whole.
+    """
+    if num_stages == 1:
+        return (plan,)
+    total = sum(row.num_tokens for row in plan.rows)
+    count = max(1, min(num_stages, total // min_tokens))
+    if count == 1:
+        return (plan,)
+    bounds = [total * i // count for i in range(1, count + 1)]
+    parts: list[list[BatchRow]] = [[] for _ in bounds]
+    done, current = 0, 0
+    for row in plan.rows:
+        start = row.start
+        if row.drafts:
+            parts[current].append(row)
+            done += row.num_tokens
+            while current + 1 < count and done >= bounds[current]:
+                current += 1
+            continue
+        while start < row.end:
+            end = min(row.end, start + bounds[current] - done)
+            parts[current].append(BatchRow(row.rid, row.row, start, end, row.sample and end == row.end))
+            done += end - start
+            start = end
+            if done == bounds[current]:
+                current += 1
+    return tuple(BatchPlan(plan.step, tuple(part)) for part in parts if part)
 
 
 def read_plan(plan: BatchPlan, table: PageTable, prompts: IntArray, layout: KVLayout) -> HostBatch:

@@ -16,6 +16,7 @@ from pdserve.memory.layer_events import LayerEvents
 from pdserve.memory.layout import KVLayout
 from pdserve.memory.slot_stamp import SlotStamp
 from pdserve.memory.tiers.host_memory import PageCopies
+from pdserve.protocol.hidden_states import HiddenParams, HiddenStates
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 
@@ -79,6 +80,7 @@ class StepResult:
     the token sampled at its position; a row with A accepted drafts has A such tokens. KV behind them is undefined.
     `drafts`: by row index, what the executor's drafter proposes for the row's next step.
     `prompts`: by row index, the requested log probabilities of the prompt tokens that follow this step's tokens.
+    `hidden`: by row index, the requested hidden states of this step's tokens.
     """
 
     step: int
@@ -88,6 +90,7 @@ class StepResult:
     """Rows of the plan whose grammar cannot be followed any more; their tokens are undefined."""
     more: Mapping[int, tuple[SampledToken, ...]] = dataclasses.field(default_factory=dict)
     drafts: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    hidden: Mapping[int, HiddenStates] = dataclasses.field(default_factory=dict)
 
     def sampled(self, index: int) -> tuple[SampledToken, ...]:
         """Return all tokens that row `index` of the plan has sampled, in order."""
@@ -178,10 +181,12 @@ class Executor(Protocol):
         sampling: CoreSamplingParams,
         logprobs: Logprobs | None,
         draft_hidden: bytes = b"",
+        hidden: HiddenParams | None = None,
     ) -> None:
         """Open `row` for a request; `token_ids` are its prompt and the output tokens known so far.
 
         `draft_hidden`: what `draft_hidden` of a server with an equal drafter returned for these tokens; empty: nothing.
+        `hidden`: hidden states that its steps return; None: none. Such a row has no drafts.
 
         The matcher state of its grammar follows from these and later sampled tokens. With a seed, the token at position
         p depends on (seed, p) and its logits only, so decode continues the sampling of prefill.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -21,33 +21,29 @@ import msgspec
 import numpy as np
 import torch
 
-from pdserve.base.parallel import RankCoord
 from pdserve.executor import kv_pages
-from pdserve.executor.deferred_drafter import Backlog, DeferredDrafter
+from pdserve.executor.deferred_drafter import Backlog
 from pdserve.executor.drafter import ModelDrafter, Proposals, but_last
-from pdserve.executor.expert_balance import ExpertBalance
 from pdserve.executor.grammar_rows import GrammarRows, StepGrammars
-from pdserve.executor.graphs import Capture, DecodeGraphs, GraphCapture, Padding
-from pdserve.executor.input_batch import HostBatch, SamplingMetadata, StepParams, TokenPool, read_plan, sampled_rows
+from pdserve.executor.input_batch import (
+    MIN_TOKENS,
+    HostBatch,
+    SamplingMetadata,
+    StepParams,
+    TokenPool,
+    cut_plan,
+    read_plan,
+    sampled_rows,
+)
 from pdserve.executor.interface import BatchPlan, HostPages, StepHandle, StepResult
 from pdserve.executor.loras import LoraAdapters
-from pdserve.executor.model_runner import (
-    MIN_TOKENS,
-    Collect,
-    Compute,
-    ModelRunner,
-    NativeDecode,
-    NativeDecodePath,
-    OnLayer,
-    choose_runner,
-    cut_plan,
-)
-from pdserve.executor.page_copies import HostTierCopies
-from pdserve.executor.prompt_logprobs import PromptLogprobParams, PromptLogprobRange, pack_scores, read_prompt_logprobs
+from pdserve.executor.model_in_use import ModelInUse, ModelParts
+from pdserve.executor.model_runner import Collect, NativeDecode, OnLayer, choose_runner
+from pdserve.executor.named_weights import NamedWeights
 from pdserve.executor.sampler import Found, TokenSampler, choose_with_torch, d2h_copy, d2h_copy_after, to_host
 from pdserve.executor.slot_stamps import SlotCopies, SlotStamps, StampWrites, copy_slots
+from pdserve.executor.token_outputs import StepOutputs, read_token_outputs
 from pdserve.executor.verify import Fold, PendingRows, StepDrafts, shorten, state_slots, take_apart
-from pdserve.executor.warm_up import warm_up
 from pdserve.grammar.compile import JsonRules
 from pdserve.grammar.matcher import OutputMatcher
 from pdserve.memory.kv_memory import PageTable
@@ -56,9 +52,8 @@ from pdserve.memory.slot_stamp import SlotStamp
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.attention.page_gather import GroupPool
 from pdserve.model.forward_batch import IntArray
-from pdserve.model.interface import Model, MoELayer
-from pdserve.model.layers.expert_parallel import ExpertParallelMoe
-from pdserve.model.params import WeightSamples, fingerprint_of
+from pdserve.model.interface import Model
+from pdserve.protocol.hidden_states import HiddenParams
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams, Grammar
 
@@ -70,8 +65,7 @@ class _Step:
     `writes`: tokens of the rows opened since the launch before; `arrived`: what other servers' drafters have kept of
     them, see `ModelDrafter.resume`. `batches`: the micro-batches, empty when the plan has no rows. `params`: None when
     no row samples. `grammars`: None where no sampled token follows one. `drafts`: None where no row has any.
-    `prompt_logprob_params`: one for each micro-batch; `prompt_ranges`: of the whole plan. `backlog`: see
-    `DeferredDrafter.begin`.
+    `outputs`: what the step returns of its tokens beside the sampled ones. `backlog`: see `DeferredDrafter.begin`.
     """
 
     plan: BatchPlan
@@ -81,14 +75,13 @@ class _Step:
     params: StepParams | None
     grammars: StepGrammars | None = None
     drafts: StepDrafts | None = None
-    prompt_logprob_params: tuple[PromptLogprobParams | None, ...] = ()
-    prompt_ranges: tuple[PromptLogprobRange, ...] = ()
+    outputs: StepOutputs = StepOutputs()
     stamps: StampWrites | None = None
     copies: SlotCopies | None = None
     backlog: Backlog | None = None
 
 
-class LocalExecutor(HostTierCopies):
+class LocalExecutor(ModelInUse, NamedWeights):
     """Implements `Executor` for one rank. `context_length`: most tokens of a row, prompt and output together.
 
     `layout` is the whole model's; `pools` and `attention` belong to this rank's part of it.
@@ -127,17 +120,13 @@ class LocalExecutor(HostTierCopies):
         max_forced: int = 0,
         loras: LoraAdapters | None = None,
     ) -> None:
-        self._model = model
-        self._attention = attention
-        self._drafter = drafter
-        self._model_runner = ModelRunner(
-            model, attention, choose, processed_logprobs=processed_logprobs,
-            taps=None if drafter is None else drafter.taps,
-        )  # fmt: skip
+        coord = model.parallel.coord
         self._layout, self._loras = layout, loras
         self.pools, self._table = pools, table
         self.device = device
-        self._tokens = TokenPool(table.num_rows + 1, context_length + 1, self.coord.shape.pp_size, device)
+        self._processed_logprobs = processed_logprobs
+        self._native_decode = device.type == "cpu" and not overlap
+        self._tokens = TokenPool(table.num_rows + 1, context_length + 1, coord.shape.pp_size, device)
         self._sampling_metadata = SamplingMetadata(table.num_rows, model.spec.eos_token_ids)
         self._grammars = grammars or GrammarRows(None, JsonRules(), ())
         self._constrained: set[int] = set()
@@ -146,18 +135,8 @@ class LocalExecutor(HostTierCopies):
         self._unwritten: dict[int, IntArray] = {}
         self._arrived: dict[int, tuple[int, bytes]] = {}
         self._launched: deque[StepHandle] = deque()
-        self._runner = choose_runner(device, overlap, layout.layers_of(self.coord))
-        self._native_path: NativeDecodePath | None = None
-        if decode is not None and device.type == "cpu" and not overlap:
-            self._native_path = NativeDecodePath(
-                decode, self._tokens.tensor.numpy(), table, self._sampling_metadata, has_state=layout.has_state,
-                adapters_of=None if loras is None else loras.of_rows,
-            )  # fmt: skip
-        self._deferred: DeferredDrafter | None = None
-        if drafter is not None:
-            self._deferred = DeferredDrafter(drafter, model, table, layout, self._sampling_metadata.num_prompt, device)
+        self._runner = choose_runner(device, overlap, layout.layers_of(coord))
         self._pending = PendingRows(table) if layout.has_state else None
-        self._fold = fold
         self.max_forced = max_forced
         """Most tokens forced by its grammar that are offered as drafts of a row; 0: none are."""
         self._stamps: SlotStamps | None = None
@@ -167,55 +146,9 @@ class LocalExecutor(HostTierCopies):
         self._prompts = known if returns_prompt_results else np.zeros_like(known)
         self._returns_results = returns_results
         self._copy_stream: torch.cuda.Stream | None = None
-        if device.type == "cuda" and not self.coord.is_last_stage:
+        if device.type == "cuda" and not coord.is_last_stage:
             self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        whole = {i: moe for i, moe in model.moe_layers.items() if isinstance(moe, ExpertParallelMoe)}
-        num_sharing = model.parallel.dp_attention_group.size
-        self.experts = ExpertBalance(whole, num_sharing, self._runner.behind) if whole else None
-        """Moves experts between ranks; None where this rank has no whole experts."""
-
-    @property
-    def can_capture(self) -> bool:
-        """True when `capture_decode` may be called: the model is not split, and its attention can be captured."""
-        is_whole = self.coord.shape.num_ranks == 1 and self._model.parallel.dp_attention_group.size == 1
-        return is_whole and self._attention.capturing() is not None
-
-    @property
-    def _padding(self) -> Padding:
-        return Padding.of(self.pools, self._table.num_rows)
-
-    @torch.inference_mode()
-    def warm_up(self, chunk: int) -> None:
-        """Compile the kernels of all shapes of a step, with chunks of up to `chunk` tokens. Call once, before any step.
-
-        Needs `can_capture`, as `capture_decode` does: only such attention can skip the write of KV.
-        """
-        assert self.can_capture, "this attention would write KV"
-        with self._runner.behind():
-            warm_up(
-                self._model, self._attention, self._tokens.tensor, layout=self._layout,
-                padding=self._padding, max_rows=self._table.num_rows, chunk=chunk, max_drafts=self.max_forced,
-            )  # fmt: skip
-
-    @torch.inference_mode()
-    def capture_decode(self, sizes: Sequence[int], capture: Capture | None = None) -> None:
-        """Capture decode steps at batch sizes `sizes`, ascending. Call once, between steps.
-
-        `capture` None: CUDA graphs.
-        """
-        backend = self._attention.capturing()
-        assert backend is not None and self.can_capture, "not a model whose steps can be captured"
-        with self._runner.behind():
-            self._model_runner.graphs = DecodeGraphs(
-                self._model, backend, self._tokens.tensor, padding=self._padding,
-                max_pages=self._table.pages.shape[1], sizes=sizes, capture=capture or GraphCapture(),
-                tapped=() if self._model_runner.taps is None else self._model_runner.taps.layers,
-            )  # fmt: skip
-
-    @property
-    def graphs(self) -> DecodeGraphs | None:
-        """The captured decode steps; None: none are captured."""
-        return self._model_runner.graphs
+        self.use(ModelParts(model, attention, choose, decode, drafter, fold))
 
     @property
     def layout(self) -> KVLayout:
@@ -223,48 +156,9 @@ class LocalExecutor(HostTierCopies):
         return self._layout
 
     @property
-    def coord(self) -> RankCoord:
-        """Coordinates of this rank in its replica."""
-        return self._model.parallel.coord
-
-    @property
     def buffers(self) -> tuple[tuple[int, int], ...]:
         """`(address, bytes)` of this rank's KV pool, for each layout group."""
         return tuple(pool.buffer for pool in self.pools)
-
-    def weight_samples(self) -> WeightSamples:
-        """Return samples of this rank's weights, for `fingerprint_of` with those of the other ranks.
-
-        Called at start-up. An expert that moves later still counts as the one that was there before.
-        """
-        return self._model.params.samples()
-
-    @property
-    def weights_fingerprint(self) -> str:
-        """Short hash of a sample of this rank's weights: equal for peers that loaded the same model in the same dtype.
-
-        For several ranks see `weight_samples`.
-        """
-        return fingerprint_of([self.weight_samples()])
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of this rank's weights, which a decode step reads once."""
-        return self._model.params.num_bytes
-
-    @property
-    def moe_layers(self) -> Mapping[int, MoELayer]:
-        """This rank's feed-forward layers with experts, by index in the model."""
-        return self._model.moe_layers
-
-    def expert_counts(self) -> dict[int, list[int]]:
-        """Return the tokens routed to each expert since start-up, by layer of the model; waits for launched steps.
-
-        Equal on all tensor ranks of a stage. Empty for a model without experts.
-        """
-        with self._runner.behind():
-            counts = {layer: moe.counts.clone() for layer, moe in self._model.moe_layers.items()}
-        return {layer: of_layer.tolist() for layer, of_layer in counts.items()}
 
     def open_row(
         self,
@@ -274,6 +168,7 @@ class LocalExecutor(HostTierCopies):
         sampling: CoreSamplingParams,
         logprobs: Logprobs | None,
         draft_hidden: bytes = b"",
+        hidden: HiddenParams | None = None,
     ) -> None:
         """See `Executor.open_row`. The tokens reach the device with the next step."""
         assert row not in self._open, f"row {row} opened twice"
@@ -282,7 +177,7 @@ class LocalExecutor(HostTierCopies):
         self._unwritten[row] = np.asarray(token_ids, dtype=np.int64)
         if logprobs is not None:
             logprobs = msgspec.structs.replace(logprobs, top=min(logprobs.top, self._model.spec.vocab_size))
-        self._sampling_metadata.set(row, num_prompt_tokens, sampling, logprobs)
+        self._sampling_metadata.set(row, num_prompt_tokens, sampling, logprobs, hidden)
         if self._drafter is not None and self._deferred is not None:
             self._drafter.open(row)
             self._deferred.open(row)
@@ -327,7 +222,7 @@ class LocalExecutor(HostTierCopies):
     def launch(self, plan: BatchPlan, *, layer_events: bool = False) -> StepHandle:
         """See `Executor.launch`. A rank of its own computes no draft behind one that the row's grammar forbids."""
         assert all(row.row in self._open for row in plan.rows), "the plan names a row that is not open"
-        compute: Compute | None = None
+        compute = None
         if self._native_path is not None and not layer_events and not self._unwritten:
             has_copies = self._stamps is not None and SlotCopies.of(plan, self._table) is not None
             has_pending = self._pending is not None and any(row.row in self._pending for row in plan.rows)
@@ -415,12 +310,8 @@ class LocalExecutor(HostTierCopies):
         stamps, copies = None, None
         if self._stamps is not None:
             stamps, copies = self._stamps.plan_writes(plan), SlotCopies.of(plan, self._table)
-        wanted = self._sampling_metadata.prompt_logprob_params
-        if not wanted:
-            none = (None,) * len(batches)
-            return _Step(plan, writes, arrived, batches, params, grammars, drafts, none, (), stamps, copies, backlog)
-        scored = read_prompt_logprobs(plan, batches, wanted)
-        return _Step(plan, writes, arrived, batches, params, grammars, drafts, *scored, stamps, copies, backlog)
+        outputs = read_token_outputs(plan, batches, self._sampling_metadata)
+        return _Step(plan, writes, arrived, batches, params, grammars, drafts, outputs, stamps, copies, backlog)
 
     @torch.inference_mode()
     def _compute(self, step: _Step, on_layer: OnLayer | None) -> Collect:
@@ -447,15 +338,15 @@ class LocalExecutor(HostTierCopies):
             self._stamps.write(step.stamps)
         last = self._model.num_layers - 1
         reported = on_layer if self._drafter is None else but_last(on_layer, last)
-        logits = self._model_runner.logits(step.batches, self._tokens.tensor, reported, step.prompt_logprob_params)
+        logits = self._model_runner.logits(step.batches, self._tokens.tensor, reported, step.outputs.params)
         if step.copies is not None:
             copy_slots(self.pools, step.copies.after)
         chosen = None
         if step.params is not None:
             chosen = self._model_runner.choose(logits, step.params, self._tokens.tensor, masks)
-        scores = self._model_runner.prompt_scores(step.prompt_logprob_params, self.device)
-        arrival = self._model_runner.share(chosen, scores)
-        is_late = not self.coord.is_last_stage and not (chosen is None and scores is None)
+        outputs = self._model_runner.token_outputs(step.outputs.params, self.device)
+        arrival = self._model_runner.share(chosen, outputs)
+        is_late = not self.coord.is_last_stage and not (chosen is None and outputs is None)
         if not is_late:
             arrival.wait()
         if step.params is not None and chosen is not None:
@@ -474,25 +365,25 @@ class LocalExecutor(HostTierCopies):
         if not (self._returns_results or (self._pending is not None and step.drafts is not None)):
             fetched = d2h_copy(None, None, self.device)
         elif is_late:
-            fetched = d2h_copy_after(chosen, scores, arrival, self._copy_stream)
+            fetched = d2h_copy_after(chosen, outputs, arrival, self._copy_stream)
         else:
-            fetched = d2h_copy(chosen, scores, self.device)
+            fetched = d2h_copy(chosen, outputs, self.device)
         return partial(self._collect, step, fetched, proposals)
 
     def _collect(self, step: _Step, fetched: Callable[[], Found], proposals: Proposals | None) -> StepResult:
         """Wait for the results of a step. Scheduler thread."""
-        sampled, scored = fetched()
-        prompts = {} if scored is None else pack_scores(step.prompt_ranges, scored)
+        sampled, of_tokens = fetched()
+        prompts, hidden = step.outputs.pack(of_tokens)
         if step.params is None or sampled is None:
-            return StepResult(step.plan.step, (None,) * len(step.plan.rows), prompts)
+            return StepResult(step.plan.step, (None,) * len(step.plan.rows), prompts, hidden=hidden)
         plan, failed = step.plan, sampled.failed_positions(step.params)
         tokens = to_host(sampled, step.params)
         if failed is None and step.drafts is None and len(tokens) == len(plan.rows) and proposals is None:
-            return StepResult(plan.step, tuple(tokens), prompts)
+            return StepResult(plan.step, tuple(tokens), prompts, hidden=hidden)
         found = take_apart(plan, tokens, failed)
         if self._pending is not None:
             self._pending.resolved(plan, found.more)
         drafts = {} if proposals is None or not self._returns_results else proposals.by_row()
         if failed is not None and self.max_forced:
             drafts |= self._grammars.forced_drafts(plan, found.failed, self.max_forced)
-        return StepResult(plan.step, found.tokens, prompts, found.failed, found.more, drafts)
+        return StepResult(plan.step, found.tokens, prompts, found.failed, found.more, drafts, hidden)

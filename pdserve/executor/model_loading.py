@@ -56,6 +56,8 @@ from pdserve.model.native.packer import AttentionInModel
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import ParamSlots, torch_dtype
 from pdserve.model.placement import ExpertMap, first_placement
+from pdserve.model.pooling import read_embedding_spec
+from pdserve.model.tensor_sources import TensorSource
 
 if TYPE_CHECKING:
     from pdserve.model.hf.config import TransformersSource
@@ -69,7 +71,11 @@ Way = Literal["torch", "kernels", "transformers"]
 
 @dataclasses.dataclass(frozen=True)
 class ModelToLoad:
-    """A checkpoint whose config has been read. `source`: None where native code runs it. `dtype` is resolved."""
+    """A checkpoint whose config has been read. `source`: None where native code runs it. `dtype` is resolved.
+
+    `beside`: the model in use, which other weights are loaded beside. They share its threads, and no rank is asked.
+    `overlay`: tensors by their names in the checkpoint that are read instead of those of its files.
+    """
 
     config: ServerConfig
     path: Path
@@ -79,6 +85,10 @@ class ModelToLoad:
     device: torch.device
     parallel: Parallel
     startup: StartupTimes
+    beside: LoadedModel | None = None
+    overlay: Mapping[str, TensorSource] = dataclasses.field(default_factory=dict)
+    carried: ParamSlots | None = None
+    """Parameters in use, which the model has where `overlay` has no other values; None: those of the checkpoint."""
 
     @property
     def kv_dtype(self) -> str:
@@ -224,9 +234,11 @@ def _load_kernels(wanted: ModelToLoad, level: str) -> LoadedModel:
         formats = kept_formats(wanted)
         refuse_cut_groups(wanted, decoder.params, formats)
         packs_embedding = not wanted.config.speculative.uses_draft_model
+        beside = None if wanted.beside is None else wanted.beside.kernels
         native = make_native(
-            decoder, model, level, lambda: wanted.startup.part(PACK), formats, packs_embedding=packs_embedding
-        )
+            decoder, model, level, lambda: wanted.startup.part(PACK), formats, packs_embedding=packs_embedding,
+            threads=None if beside is None else beside.threads,
+        )  # fmt: skip
         _fill(decoder, wanted)
     number_format = model.quantization or ("quantized" if formats else wanted.dtype)
     arithmetic = f"{arithmetic_of(level)} {wanted.dtype if number_format == 'bf16' else number_format}"
@@ -364,8 +376,9 @@ def _empty_decoder(wanted: ModelToLoad, kernels: Kernels, on_host: Collection[st
 def _fill(decoder: Decoder, wanted: ModelToLoad) -> None:
     model = wanted.config.model
     fill_model(
-        decoder, wanted.path, load_format=model.load_format, seed=model.random_seed, on_progress=wanted.startup.loaded
-    )
+        decoder, wanted.path, load_format=model.load_format, seed=model.random_seed, on_progress=wanted.startup.loaded,
+        overlay=wanted.overlay, carried=wanted.carried,
+    )  # fmt: skip
     give_back_freed()
 
 
@@ -375,6 +388,8 @@ def _read_spec(config: ServerConfig, path: Path) -> tuple[ModelSpec, Transformer
     refusal: ModelError | None = None
     if impl != "transformers":
         try:
+            if config.embedding.is_embedding and path.suffix != ".gguf":
+                return read_embedding_spec(path), None
             return read_spec(path), None
         except UnsupportedModelError as error:
             if impl == "native" or path.suffix == ".gguf":
@@ -402,6 +417,8 @@ def expert_map_of(wanted: ModelToLoad) -> ExpertMap | None:
     expert_map = first_placement(
         spec.moe, spec.moe_layers, config.ep_size, config.ep_num_redundant_experts, config.init_expert_location
     )
+    if wanted.beside is not None:  # the ranks have compared it at start-up
+        return expert_map
     own = torch.tensor([expert_map.digest()], device=wanted.device)
     if bool((parallel.dp_attention_group.all_gather_rows(own, [1] * parallel.dp_attention_group.size) != own).any()):
         raise ConfigError(

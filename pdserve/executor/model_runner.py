@@ -32,9 +32,10 @@ from torch import Tensor
 from pdserve.executor.grammar_rows import StepMasks
 from pdserve.executor.graphs import DecodeGraphs
 from pdserve.executor.input_batch import HostBatch, SamplingMetadata, StepParams, build_batch
-from pdserve.executor.interface import BatchPlan, BatchRow, SampledToken, StepResult
-from pdserve.executor.prompt_logprobs import PromptLogprobComputer, PromptLogprobParams, PromptLogprobTensors
+from pdserve.executor.interface import BatchPlan, SampledToken, StepResult
+from pdserve.executor.prompt_logprobs import PromptLogprobComputer, PromptLogprobTensors
 from pdserve.executor.sampler import Sampled, TokenSampler, choose_with_torch, sample
+from pdserve.executor.token_outputs import TokenOutputParams, TokenOutputs
 from pdserve.executor.verify import StepDrafts, take_apart
 from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layer_events import CountedLayerEvents, CudaLayerEvents, LayerEvents
@@ -43,9 +44,6 @@ from pdserve.model.forward_batch import IntArray
 from pdserve.model.interface import LayerTaps, Model
 from pdserve.model.lora import Adapters
 from pdserve.model.parallel import Arrival, is_sampler
-
-MIN_TOKENS = {"cpu": 32, "cuda": 256}
-"""By device type: least tokens of a micro-batch. Below, reading the weights dominates, so a split gains nothing."""
 
 
 class ModelRunner:
@@ -72,23 +70,24 @@ class ModelRunner:
         self._parallel = model.parallel
         self.is_sampler = is_sampler(self._parallel.coord)
         self._scores: list[PromptLogprobTensors] = []
+        self._hidden: list[Tensor] = []
 
     def logits(
         self,
         batches: Sequence[HostBatch],
         tokens: Tensor,
         on_layer: Callable[[int], None] | None,
-        prompt_logprob_params: Sequence[PromptLogprobParams | None],
+        output_params: Sequence[TokenOutputParams],
     ) -> Tensor | None:
         """Compute a step's micro-batches. Returns logits `[S, vocab]` on the sampling rank, None elsewhere.
 
         `on_layer(i)` is called once all micro-batches have written the KV of this rank's layer i.
-        `prompt_logprob_params`: for each micro-batch, the prompt tokens that `prompt_scores` scores.
+        `output_params`: for each micro-batch, what `token_outputs` returns of its tokens.
         """
         last = len(batches) - 1
-        self._scores, self._argmax, self.has_put = [], None, False
+        self._scores, self._hidden, self._argmax, self.has_put = [], [], None, False
         size = None
-        is_plain = on_layer is None and prompt_logprob_params[0] is None
+        is_plain = on_layer is None and not output_params[0].any
         if self.graphs is not None and last == 0 and is_plain:
             size = self.graphs.size_for(batches[0])
         if self.graphs is not None and size is not None:
@@ -100,8 +99,8 @@ class ModelRunner:
             return decoded.logits
         is_last = self._parallel.coord.is_last_stage
         outputs = []
-        for i, (host, logprob_params) in enumerate(zip(batches, prompt_logprob_params, strict=True)):
-            output = self._run(host, tokens, on_layer if i == last else None, logprob_params)
+        for i, (host, params) in enumerate(zip(batches, output_params, strict=True)):
+            output = self._run(host, tokens, on_layer if i == last else None, params)
             outputs.append(output.clone() if is_last and i < last else output)
         if last == 0:
             self._argmax = self._model.argmax
@@ -135,26 +134,24 @@ class ModelRunner:
         failed, params = masks.apply(logits), params.without_grammar_bans()
         return dataclasses.replace(self._sample(logits, params, tokens), failed=failed)
 
-    def prompt_scores(
-        self, prompt_logprob_params: Sequence[PromptLogprobParams | None], device: torch.device
-    ) -> PromptLogprobTensors | None:
-        """Return the prompt scores of the micro-batches just computed; None when none are requested.
+    def token_outputs(self, output_params: Sequence[TokenOutputParams], device: torch.device) -> TokenOutputs | None:
+        """Return what the micro-batches just computed return of their tokens; None when nothing is requested.
 
         On stages before the last one, `share` fills the tensors.
         """
-        wanted = [logprob_params for logprob_params in prompt_logprob_params if logprob_params is not None]
-        if not wanted:
+        if not any(params.any for params in output_params):
             return None
         if not self._parallel.coord.is_last_stage:
-            return PromptLogprobTensors.blank(wanted, device)
-        scores, self._scores = PromptLogprobTensors.joined(self._scores, wanted), []
-        return scores
+            return TokenOutputs.blank(output_params, self._model.spec.hidden_size, device)
+        outputs = TokenOutputs.joined(self._scores, self._hidden, output_params)
+        self._scores, self._hidden = [], []
+        return outputs
 
-    def share(self, chosen: Sampled | None, scores: PromptLogprobTensors | None) -> Arrival:
+    def share(self, chosen: Sampled | None, outputs: TokenOutputs | None) -> Arrival:
         """Begin to send the sampling rank's results of a step to every rank."""
         tensors = [] if chosen is None else chosen.tensors()
-        if scores is not None and self._parallel.coord.shape.pp_size > 1:
-            tensors += [tensor for tensor in scores.tensors() if tensor.numel()]
+        if outputs is not None and self._parallel.coord.shape.pp_size > 1:
+            tensors += [tensor for tensor in outputs.tensors() if tensor.numel()]
         return self._parallel.share_tokens(tensors)
 
     def _run(
@@ -162,7 +159,7 @@ class ModelRunner:
         host: HostBatch,
         tokens: Tensor,
         on_layer: Callable[[int], None] | None,
-        prompt_logprob_params: PromptLogprobParams | None,
+        params: TokenOutputParams,
     ) -> Tensor:
         """Compute one micro-batch, and send its output to the next stage where there is one."""
         model, parallel = self._model, self._parallel
@@ -172,49 +169,19 @@ class ModelRunner:
             shape = (len(batch.positions), model.spec.hidden_size)
             hidden = parallel.receive(shape, model.dtype, tokens.device)
         on_hidden = None
-        if prompt_logprob_params is not None and parallel.coord.is_last_stage:
-            scorer = PromptLogprobComputer(model, prompt_logprob_params, tokens)
+        if params.any and parallel.coord.is_last_stage:
+            scorer = None if params.logprobs is None else PromptLogprobComputer(model, params.logprobs, tokens)
 
             def on_hidden(x: Tensor) -> None:
-                self._scores.append(scorer(x))
+                if params.hidden is not None:
+                    self._hidden.append(params.hidden.compute(model, x))
+                if scorer is not None:
+                    self._scores.append(scorer(x))
 
         output = model.forward(batch, self._attention.begin(batch), on_layer, hidden, on_hidden, self.taps)
         if not parallel.coord.is_last_stage:
             parallel.send(output)
         return output
-
-
-def cut_plan(plan: BatchPlan, num_stages: int, min_tokens: int) -> tuple[BatchPlan, ...]:
-    """Cut a step into up to `num_stages` micro-batches of about equal tokens, none below `min_tokens`.
-
-    A row may be cut too: the KV of its first tokens is written before the rest is computed. Rows with drafts stay
-    whole.
-    """
-    if num_stages == 1:
-        return (plan,)
-    total = sum(row.num_tokens for row in plan.rows)
-    count = max(1, min(num_stages, total // min_tokens))
-    if count == 1:
-        return (plan,)
-    bounds = [total * i // count for i in range(1, count + 1)]
-    parts: list[list[BatchRow]] = [[] for _ in bounds]
-    done, current = 0, 0
-    for row in plan.rows:
-        start = row.start
-        if row.drafts:
-            parts[current].append(row)
-            done += row.num_tokens
-            while current + 1 < count and done >= bounds[current]:
-                current += 1
-            continue
-        while start < row.end:
-            end = min(row.end, start + bounds[current] - done)
-            parts[current].append(BatchRow(row.rid, row.row, start, end, row.sample and end == row.end))
-            done += end - start
-            start = end
-            if done == bounds[current]:
-                current += 1
-    return tuple(BatchPlan(plan.step, tuple(part)) for part in parts if part)
 
 
 OnLayer = Callable[[int], None]

@@ -21,6 +21,7 @@ from torch import Tensor
 from pdserve.executor.input_batch import StepParams
 from pdserve.executor.interface import SampledToken
 from pdserve.executor.prompt_logprobs import PromptLogprobTensors
+from pdserve.executor.token_outputs import TokenOutputs
 from pdserve.model.forward_batch import IntArray, to_device
 from pdserve.model.gpu import runtime
 from pdserve.model.parallel import Arrival
@@ -311,11 +312,11 @@ def _with_logprobs(chosen: Tensor, logits: Tensor, params: StepParams) -> Sample
     return Sampled(chosen, own, top.indices, top.values, picked)
 
 
-Found = tuple[Sampled | None, PromptLogprobTensors | None]
+Found = tuple[Sampled | None, TokenOutputs | None]
 
 
 def d2h_copy_after(
-    sampled: Sampled | None, scores: PromptLogprobTensors | None, arrival: Arrival, aside: torch.cuda.Stream | None
+    sampled: Sampled | None, outputs: TokenOutputs | None, arrival: Arrival, aside: torch.cuda.Stream | None
 ) -> Callable[[], Found]:
     """As `d2h_copy`, for tensors that are under way from another rank. Later steps do not wait for them.
 
@@ -325,25 +326,25 @@ def d2h_copy_after(
 
         def wait() -> Found:
             arrival.wait()
-            return sampled, scores
+            return sampled, outputs
 
         return wait
     with torch.cuda.stream(aside):
         arrival.wait()
-        tensors = ([] if sampled is None else sampled.tensors()) + ([] if scores is None else list(scores.tensors()))
+        tensors = ([] if sampled is None else sampled.tensors()) + ([] if outputs is None else outputs.tensors())
         for tensor in tensors:
             tensor.record_stream(aside)
-        return d2h_copy(sampled, scores, aside.device)
+        return d2h_copy(sampled, outputs, aside.device)
 
 
-def d2h_copy(sampled: Sampled | None, scores: PromptLogprobTensors | None, device: torch.device) -> Callable[[], Found]:
+def d2h_copy(sampled: Sampled | None, outputs: TokenOutputs | None, device: torch.device) -> Callable[[], Found]:
     """Begin the copy; returns a function that waits for all work enqueued so far and returns the host tensors.
 
     It waits also where nothing was sampled (None): the step's KV is written then.
     """
     if device.type != "cuda":
-        return lambda: (sampled, scores)
-    copies = (None if sampled is None else _copy_sampled(sampled), None if scores is None else _copy_scores(scores))
+        return lambda: (sampled, outputs)
+    copies = (None if sampled is None else _copy_sampled(sampled), None if outputs is None else _copy_outputs(outputs))
     done = torch.cuda.Event()  # type: ignore[no-untyped-call]
     done.record()
 
@@ -366,9 +367,13 @@ def _copy_sampled(sampled: Sampled) -> Sampled:
     )
 
 
-def _copy_scores(scores: PromptLogprobTensors) -> PromptLogprobTensors:
+def _copy_outputs(outputs: TokenOutputs) -> TokenOutputs:
     """Return host tensors that the current stream fills."""
-    return PromptLogprobTensors(*map(_pinned, scores.tensors()))
+    scores, hidden = outputs.scores, outputs.hidden
+    return TokenOutputs(
+        None if scores is None else PromptLogprobTensors(*map(_pinned, scores.tensors())),
+        None if hidden is None else _pinned(hidden),
+    )
 
 
 def _pinned(tensor: Tensor) -> Tensor:

@@ -159,6 +159,15 @@ COMMANDS = frozenset(
         "/resume",
         "/load_lora_adapter",
         "/unload_lora_adapter",
+        "/release_memory_occupation",
+        "/resume_memory_occupation",
+        "/get_weights_by_name",
+        "/update_weights_from_disk",
+        "/update_weights_from_tensor",
+        "/update_weights_from_distributed",
+        "/init_weights_update_group",
+        "/destroy_weights_update_group",
+        "/update_weight_version",
         "/observe",
         "/observe/history",
         "/logs",
@@ -174,16 +183,23 @@ MESSAGES_PATH = "/v1/messages"
 COUNT_TOKENS_PATH = "/v1/messages/count_tokens"
 BILLING_HEADER = "x-anthropic-billing-header:"
 """Start of a system text of Claude Code that changes with every request, and would end the common prefix of prompts."""
+EMBEDDINGS_PATH = "/v1/embeddings"
 OLLAMA_CHAT_PATH = "/api/chat"
 OLLAMA_GENERATE_PATH = "/api/generate"
 OLLAMA_TAGS_PATH = "/api/tags"
 OLLAMA_SHOW_PATH = "/api/show"
 OLLAMA_VERSION_PATH = "/api/version"
+SCORE_PATH = "/v1/score"
+RERANK_PATH = "/v1/rerank"
+COHERE_RERANK_PATH = "/v2/rerank"
+POOLING = (EMBEDDINGS_PATH, SCORE_PATH, RERANK_PATH, COHERE_RERANK_PATH)
+"""Paths that compute prompts and generate no tokens. Only a server without a peer answers them."""
 GENERATING = (
     *(CHAT_PATH, COMPLETIONS_PATH, GENERATE_PATH, RESPONSES_PATH, MESSAGES_PATH),
     *(OLLAMA_CHAT_PATH, OLLAMA_GENERATE_PATH),
+    *POOLING,
 )
-"""Paths that generate tokens: they count toward a client's limit, and their calls are recorded."""
+"""Paths that compute requests: they count toward a client's limit, and their calls are recorded."""
 RESTORE_PATH = "/restore"
 RESUME_PATH = "/resume"
 CONTINUING = (RESTORE_PATH, RESUME_PATH)

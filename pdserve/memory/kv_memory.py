@@ -390,6 +390,12 @@ class KVMemory:
         """Evict all cached pages that no live lease locks; returns their number."""
         return self.pages.flush()
 
+    @property
+    def no_cached_page_is_held(self) -> bool:
+        """True when `flush` would empty the prefix cache: no live lease locks a cached page."""
+        tree = self.pages.tree
+        return tree is None or tree.num_cached == tree.num_evictable
+
     def allocator_of(self, space: PageSpace) -> PageAllocator:
         """Return the free list of the pages of a space."""
         return self.pages.allocator if space is PageSpace.TOKENS else self.groups.allocator_of(space)

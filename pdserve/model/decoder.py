@@ -37,6 +37,7 @@ from pdserve.model.layers.expert_parallel import ExpertParallelMoe
 from pdserve.model.layers.kernels import FastKernels, Kernels, Rotary
 from pdserve.model.layers.moe import TPMoE
 from pdserve.model.mla import MLA
+from pdserve.model.named_weights import MemoryRange
 from pdserve.model.parallel import Parallel, SingleRank
 from pdserve.model.params import Param, ParamSlots
 from pdserve.model.placement import ExpertMap
@@ -118,6 +119,10 @@ class Decoder:
     def argmax(self) -> None:
         """See `Model.argmax`. Always None."""
 
+    def weight_memory(self) -> list[MemoryRange]:
+        """See `Model.weight_memory`."""
+        return self.params.memory()
+
     def idle(self) -> None:
         """See `Model.idle`."""
         nothing = torch.empty(0, self.spec.hidden_size, dtype=self.dtype, device=self.params.device)
@@ -165,6 +170,11 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Model.logits`."""
         return self._logits(hidden).float()
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """See `Model.final_norm`."""
+        assert self.norm is not None, "only the last stage has the final norm"
+        return self.norm(hidden)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Map hidden states before the final norm to this rank's logits: `[N, hidden]` to `[N, share]`."""

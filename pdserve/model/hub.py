@@ -42,6 +42,8 @@ DESCRIPTION_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 WEIGHT_FILES = ("*.safetensors",)
 LEFT_OUT = ("*/*", "consolidated*", "training_args*", "trainer_state*")
 """Second copies of the weights in other formats, and records of the training."""
+POOLING_FILE = "?_Pooling/config.json"
+"""How an embedding model pools; `model/pooling.py` reads it."""
 INDEX = "model.safetensors.index.json"
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """A complete tokenizer has at least one of these files."""
@@ -357,7 +359,7 @@ def _matching(sizes: Mapping[str, int], patterns: Iterable[str]) -> dict[str, in
         name: size
         for name, size in sizes.items()
         if any(fnmatch.fnmatch(name, each) for each in patterns)
-        and not any(fnmatch.fnmatch(name, each) for each in LEFT_OUT)
+        and (fnmatch.fnmatch(name, POOLING_FILE) or not any(fnmatch.fnmatch(name, each) for each in LEFT_OUT))
     }
 
 

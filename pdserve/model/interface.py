@@ -13,6 +13,7 @@ from pdserve.model.config import ModelSpec
 from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
 from pdserve.model.layers.moe import TPMoE
+from pdserve.model.named_weights import MemoryRange
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import ParamSlots
 
@@ -72,6 +73,10 @@ class Model(Protocol):
         """The weights."""
         ...
 
+    def weight_memory(self) -> list[MemoryRange]:
+        """Return the memory of all weights; ranges may overlap. Not of weights that are packed for a GPU."""
+        ...
+
     @property
     def parallel(self) -> Parallel:
         """The ranks of the replica."""
@@ -122,5 +127,12 @@ class Model(Protocol):
         """Compute this rank's part of the logits of last-layer hidden states, on the last stage only.
 
         Maps `[n, hidden_size]` to float32 `[n, share]`, valid until the next call.
+        """
+        ...
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """Apply the norm behind the last layer to hidden states `[n, hidden_size]`, on the last stage only.
+
+        `hidden` are states that `on_hidden` of `forward` has received. The result is the input of the head.
         """
         ...

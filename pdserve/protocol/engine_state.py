@@ -9,6 +9,8 @@ from typing import Literal
 
 import msgspec
 
+from pdserve.protocol.hidden_states import Pooling
+
 
 class Flow(msgspec.Struct, frozen=True, kw_only=True):
     """KV transfers in one direction of a session: totals since it began, and those in flight."""
@@ -80,7 +82,8 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Sent when the scheduler can take requests, and again at the end of each `SwitchRole`.
 
-    `vocab_size`, `context_length` and `max_total_tokens` bound the requests it accepts.
+    `vocab_size`, `context_length` and `max_total_tokens` bound the requests it accepts. `hidden_size`: width of hidden
+    states. `pooling`: None unless the model serves embeddings.
     """
 
     model_type: str
@@ -90,6 +93,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     max_total_tokens: int
     eos_token_ids: list[int]
     facts: dict[str, str | int | float | bool | None]
+    hidden_size: int = 0
+    pooling: Pooling | None = None
 
 
 class SchedulerHeartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="Beat"):

@@ -65,3 +65,24 @@ MIGRATED = Failure(
     code="migrated", message="the request goes on at another server", origin="local", retryable=False, status=410
 )
 """End of a request that another server has taken."""
+
+
+MIXED_WEIGHTS = Failure(
+    code="weights_changed",
+    message="the weights changed between the sequences of this request",
+    status=503,
+    retry_after_s=1,
+)
+WEIGHTS_CHANGED = Failure(
+    code="weights_changed",
+    message="the request brought tokens or KV of weights that this server no longer has",
+    retryable=False,
+    status=409,
+)
+
+
+def weights_mismatch(message: str, origin: str = "local") -> Failure:
+    """Return the end of a room whose sides have different weights: soon both may have the same."""
+    return Failure(
+        code="weights_mismatch", message=f"the weights differ: {message}", origin=origin, status=503, retry_after_s=1
+    )

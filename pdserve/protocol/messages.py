@@ -11,10 +11,13 @@ from typing import Literal
 import msgspec
 
 from pdserve.protocol.cached_tokens import CachedTokensDetails
+from pdserve.protocol.engine_memory import MemoryCommand
 from pdserve.protocol.engine_state import EngineReady, EngineState, SchedulerHeartbeat
 from pdserve.protocol.failure import ABORTED_STATUS, Failure
+from pdserve.protocol.hidden_states import HiddenParams, HiddenStates
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.sampling import CoreSamplingParams
+from pdserve.protocol.weights import WeightsCommand
 
 MAX_ROOM = (1 << 63) - 1
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"
@@ -50,6 +53,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     stream: bool = False
     logprobs: Logprobs | None = None
     """None: the request wants no log probabilities."""
+    hidden: HiddenParams | None = None
+    """None: the request wants no hidden states. Each is sent once, in the order of positions."""
     room: RoomAddress | None = None
     arrival_s: float = 0.0
     priority: int = 0
@@ -296,7 +301,7 @@ EngineCommand = (
 )
 MigrationCommand = MigrateOut | EndMigration | SendPrefix
 """Commands about one request, for the replica that has it."""
-Command = EngineCommand | MigrationCommand
+Command = EngineCommand | MigrationCommand | WeightsCommand | MemoryCommand
 """Answered with a `CommandReply`."""
 ToScheduler = (
     GenerateRequest
@@ -404,13 +409,15 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens of one request; the last output carries `finish`.
 
     `timing` is set whenever a part of it has become known. `prompt_logprobs` are sent in parts, before the first token.
-    A part may be sent again when a retracted request is computed again.
+    A part may be sent again when a retracted request is computed again. `hidden` is sent in parts too, each of them
+    once, before the token that follows from it.
     """
 
     rid: str
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    hidden: HiddenStates | None = None
     finish: FinishReason | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0

@@ -15,6 +15,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
+import msgspec
+
 from pdserve.base.clock import Clock
 from pdserve.errors import PdserveError, RankError
 from pdserve.executor.interface import StepResult
@@ -90,9 +92,13 @@ class LeaderLog:
         self._send(Launched(step, seen))
 
     def step_ended(self, result: StepResult) -> StepResult:
-        """See `InputLog.step_ended`."""
+        """See `InputLog.step_ended`. Followers learn which hidden states were computed, but not their values."""
         self._now = self._clock.now()
-        self._send(StepEnded(self._now, result))
+        shared = result
+        if result.hidden:
+            hidden = {index: msgspec.structs.replace(part, values=b"") for index, part in result.hidden.items()}
+            shared = dataclasses.replace(result, hidden=hidden)
+        self._send(StepEnded(self._now, shared))
         return result
 
     def answer(self, find: Callable[[], V]) -> V:
@@ -192,6 +198,12 @@ class RankGroup(Protocol):
     def digested(self, number: int, own: RankDigest) -> tuple[RankDigest, ...]:
         """Report this rank's digest for hash request `number`; return it. On rank 0, wait for and return all ranks'
         digests.
+        """
+        ...
+
+    def reported(self, number: int, own: bytes) -> tuple[bytes, ...]:
+        """Report this rank's answer to question `number`; return it. On rank 0, wait for and return all ranks' answers,
+        in rank order.
         """
         ...
 

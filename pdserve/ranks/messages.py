@@ -7,8 +7,10 @@ rank 0                                    follower
   | Begin -----------------------------> |   the parameters of a scheduler equal to rank 0's
   | Tick, Launched, StepEnded, Answer -> |   the input of the schedulers of all ranks, in order (`input_log`)
   | <------ StepDone, Offloaded, Digested |   where rank 0 waits for it
+  | <------------------------ RankReport |   the answer to a question about memory or weights (`rank_reports`)
   | <- PeerConnected, CopyDone, Notified |   events of this rank's transport, to be agreed on (`consensus`)
   | <---------------------- RolePrepared |   the parts of another role are open; an Answer has the RoleDecision
+  | <--------------------- WeightsLoaded |   other weights are loaded beside those in use, or not
   | <----------------------- PagesCopied |   ends of copies to and from the host tier (`rank_copies`)
   | <---------------------- StorageEnded |   ends of storage jobs; rank 0 takes the minimum (`rank_storage`)
   | <-- Alive, in both directions -----> |
@@ -179,6 +181,15 @@ class RoleDecision(msgspec.Struct, frozen=True):
     transfer: TransferStart | None
 
 
+class WeightsLoaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The follower has loaded other weights, its load `number`, or could not: `trouble`. Samples as in `RankReady`."""
+
+    number: Count
+    samples: dict[str, dict[int, float]] = {}
+    draft_samples: dict[str, dict[int, float]] = {}
+    trouble: Trouble | None = None
+
+
 class StepDone(msgspec.Struct, frozen=True, tag=True):
     """The follower's part of the step is computed and writes no more. Sent only by the last pipeline stage."""
 
@@ -209,6 +220,13 @@ class Digested(msgspec.Struct, frozen=True, tag=True):
 
     number: Count
     digest: RankDigest
+
+
+class RankReport(msgspec.Struct, frozen=True, tag=True):
+    """The follower's answer to question `number` of `RankReports`."""
+
+    number: Count
+    data: bytes
 
 
 class Trouble(msgspec.Struct, frozen=True, kw_only=True):
@@ -253,11 +271,13 @@ ToLeader = (
     PageCapacity
     | RankReady
     | RolePrepared
+    | WeightsLoaded
     | StepDone
     | Offloaded
     | StorageEnded
     | PagesCopied
     | Digested
+    | RankReport
     | PeerConnected
     | CopyDone
     | Notified

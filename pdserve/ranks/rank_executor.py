@@ -18,6 +18,7 @@ from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layout import KVLayout
 from pdserve.memory.slot_stamp import SlotStamp
 from pdserve.memory.tiers.host_memory import PageCopies
+from pdserve.protocol.hidden_states import HiddenParams
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.ranks.input_log import InputLog, RankGroup, guarded
@@ -108,10 +109,11 @@ class RankExecutor:
         sampling: CoreSamplingParams,
         logprobs: Logprobs | None,
         draft_hidden: bytes = b"",
+        hidden: HiddenParams | None = None,
     ) -> None:
         """See `Executor.open_row`: all ranks open the same rows."""
         self._num_seen[row] = 0
-        self._local.open_row(row, token_ids, num_prompt_tokens, sampling, logprobs, draft_hidden)
+        self._local.open_row(row, token_ids, num_prompt_tokens, sampling, logprobs, draft_hidden, hidden)
 
     def launch(self, plan: BatchPlan, *, layer_events: bool = False) -> StepHandle:
         """See `Executor.launch`.

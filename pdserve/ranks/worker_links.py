@@ -26,6 +26,7 @@ from pdserve.ranks.messages import (
     PoolSize,
     RankFailed,
     RankReady,
+    RankReport,
     RolePrepared,
     StepDone,
     Stop,
@@ -33,6 +34,7 @@ from pdserve.ranks.messages import (
     ToFollower,
     ToLeader,
     Trouble,
+    WeightsLoaded,
     follower_codec,
     leader_codec,
 )
@@ -65,9 +67,12 @@ class WorkerLinks:
         self._capacities: dict[int, int] = {}
         self._ready: dict[int, RankReady] = {}
         self._prepared: dict[int, RolePrepared] = {}
+        self._weights: dict[int, WeightsLoaded] = {}
         self._answers: Counter[ToLeader] = Counter()
         self._digests: dict[int, dict[int, RankDigest]] = {}
         """Digests by hash request and rank."""
+        self._reports: dict[int, dict[int, bytes]] = {}
+        """Answers of `RankReport` by question and rank."""
         self._on_copied: Callable[[Outcome], None] | None = None
         self.on_pages_copied: Callable[[PagesCopied], None] = lambda report: None
         """Receiver of the ends of followers' copies to and from the host tier, as `on_storage_ended`."""
@@ -119,6 +124,13 @@ class WorkerLinks:
         )
         return tuple(self._prepared[rank] for rank in self._peers)
 
+    def weights_loaded(self, number: int) -> tuple[WeightsLoaded, ...] | None:
+        """Return the reports on load `number` of all followers, in rank order; None while one loads. Never blocks."""
+        with self._changed:
+            if sum(one.number == number for one in self._weights.values()) < len(self._peers):
+                return None
+            return tuple(self._weights[rank] for rank in self._peers)
+
     def computed(self, step: int) -> None:
         """See `RankGroup.computed`: waits for the ranks of the last stage; without pipeline stages it need not wait."""
         if self.shape.pp_size > 1:
@@ -135,6 +147,15 @@ class WorkerLinks:
         )
         with self._changed:
             found = self._digests.pop(number)
+        return (own, *(found[rank] for rank in self._peers))
+
+    def reported(self, number: int, own: bytes) -> tuple[bytes, ...]:
+        """See `RankGroup.reported`."""
+        self._changed.wait_until(
+            lambda: len(self._reports.get(number, ())) == len(self._peers), "answered", ANSWER_TIMEOUT_S
+        )
+        with self._changed:
+            found = self._reports.pop(number)
         return (own, *(found[rank] for rank in self._peers))
 
     def on_copied(self, take: Callable[[Outcome], None]) -> None:
@@ -182,8 +203,12 @@ class WorkerLinks:
                     self._ready[rank] = report
                 case RolePrepared():
                     self._prepared[rank] = report
+                case WeightsLoaded():
+                    self._weights[rank] = report
                 case Digested(number=number, digest=digest):
                     self._digests.setdefault(number, {})[rank] = digest
+                case RankReport(number=number, data=data):
+                    self._reports.setdefault(number, {})[rank] = data
                 case StepDone() | Offloaded():
                     self._answers[report] += 1
             self._changed.notify_all()

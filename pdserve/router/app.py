@@ -56,7 +56,7 @@ from pdserve.router.workers.admission import OTHER_TOKENS, Admission
 from pdserve.router.workers.api import WorkersApi
 from pdserve.router.workers.engine_metrics import PATH as ENGINE_METRICS_PATH
 from pdserve.router.workers.engine_metrics import EngineMetrics
-from pdserve.router.workers.fanout import WorkerFanout
+from pdserve.router.workers.fanout import UPDATES, WorkerFanout
 from pdserve.router.workers.health import HealthMonitor
 from pdserve.router.workers.metrics import RouterMetrics
 from pdserve.router.workers.outcome import make_session
@@ -76,7 +76,7 @@ COMMANDS = (
     *("/flush_cache", "/pause_generation", "/continue_generation", "/start_profile", "/stop_profile"),
     *("/load_lora_adapter", "/unload_lora_adapter"),
 )
-FORWARDED = (*GENERATING, *ASKED, *ASKED_WITH_BODY, *COMMANDS, "/abort_request")
+FORWARDED = (*GENERATING, *ASKED, *ASKED_WITH_BODY, *COMMANDS, *UPDATES, "/abort_request")
 """Paths that are forwarded to workers with few or no changes."""
 TICK_S = 1.0
 
@@ -235,6 +235,7 @@ class RouterApp:
             web.get("/get_load", fanout.load),
             web.get("/version", self.version),
             *(web.post(path, fanout.fan_out) for path in COMMANDS),
+            *(web.post(path, fanout.update_weights) for path in UPDATES),
             *(web.get(path, fanout.fan_out) for path in ("/flush_cache", "/start_profile", "/stop_profile")),
             web.post("/abort_request", self.abort),
             web.get("/health_generate", fanout.health_generate),

@@ -431,6 +431,8 @@ class BatchPlanner:
                 continue
             if prompts and index in prompts:
                 self._context.outbox.emit_prompt(req, prompts[index])
+            if index in result.hidden:
+                self._context.outbox.emit_hidden(req, result.hidden[index])
             if has_drafts and row.drafts and row.rid in running:
                 tokens, finish = self.running.commit_drafts(req, row, result.sampled(index))
                 num_decoded += 0 if req.spec.probe else len(tokens)

@@ -260,7 +260,8 @@ class SchedulerContext:
         req.row = row
         tokens = req.spec.input_ids + req.output_ids
         hidden, req.draft_hidden = req.draft_hidden, b""
-        self.executor.open_row(row, tokens, req.num_prompt, req.spec.sampling, req.logprob_params, hidden)
+        logprobs, states = req.logprob_params, req.hidden_params
+        self.executor.open_row(row, tokens, req.num_prompt, req.spec.sampling, logprobs, hidden, states)
         if req.adapter is not None:
             self._require_loras().open_row(row, req.adapter)
         return True

@@ -9,6 +9,7 @@ import msgspec
 
 from pdserve.base.log import SparingLog, about, escaped
 from pdserve.executor.interface import SampledToken
+from pdserve.protocol.hidden_states import HiddenStates
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.protocol.messages import (
     EngineCoreOutput,
@@ -22,7 +23,7 @@ from pdserve.protocol.messages import (
 from pdserve.scheduler.request import Req
 
 MAX_PART_BYTES = 4 << 20
-"""Most bytes of prompt log probabilities in one message to the API process."""
+"""Most bytes of prompt log probabilities or hidden states in one message to the API process."""
 REQUEST_LOGGER = "pdserve.scheduler.requests"
 """Logger of the start and end of each request. Its lines are equal on all ranks; only rank 0 writes them."""
 _requests = logging.getLogger(REQUEST_LOGGER)
@@ -97,6 +98,19 @@ class Outbox:
                 rid=req.rid,
                 token_ids=[],
                 prompt_logprobs=piece,
+                prompt_tokens=req.num_prompt,
+                cached_tokens=req.num_cached,
+            )
+            self.send(OutputBatch(outputs=[output]))
+
+    def emit_hidden(self, req: Req, part: HiddenStates) -> None:
+        """Send hidden states at once, in messages of at most `MAX_PART_BYTES` each."""
+        req.num_hidden = part.end
+        for piece in part.parts(MAX_PART_BYTES):
+            output = EngineCoreOutput(
+                rid=req.rid,
+                token_ids=[],
+                hidden=piece,
                 prompt_tokens=req.num_prompt,
                 cached_tokens=req.num_cached,
             )

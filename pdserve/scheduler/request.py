@@ -22,6 +22,7 @@ from pdserve.memory.prefix_cache import SaltedTokens
 from pdserve.model.lora import LoraAdapter
 from pdserve.protocol.cached_tokens import CachedTokensDetails
 from pdserve.protocol.failure import Failure
+from pdserve.protocol.hidden_states import HiddenParams
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.messages import FinishReason, GenerateRequest
 from pdserve.protocol.sampling import CoreSamplingParams
@@ -69,6 +70,8 @@ class Req:
     cached_details: CachedTokensDetails | None = None
     """Where the tokens of `num_cached` were; None: on the device, without a host tier."""
     num_retractions: int = 0
+    num_hidden: int = 0
+    """Position behind the last token whose hidden state was sent to the API process."""
     state_stops: tuple[int, ...] = ()
     """Positions, ascending, at which a prompt chunk ends so that the prefix cache can keep the recurrent state there.
     """
@@ -144,18 +147,22 @@ class Req:
         return msgspec.structs.replace(logprob_params, prompt_from=None)
 
     @property
-    def most_cached(self) -> int:
-        """Known tokens that may come from the prefix cache: those before the first token whose logits are needed.
+    def hidden_params(self) -> HiddenParams | None:
+        """Hidden states still to be sent."""
+        params = self.spec.hidden
+        return None if params is None else msgspec.structs.replace(params, start=max(params.start, self.num_hidden))
 
-        That token is the last one, or the one at which the prompt's log probabilities begin.
+    @property
+    def most_cached(self) -> int:
+        """Known tokens that may come from the prefix cache: those before the first token that has to be computed.
+
+        That token is the last one, or the one at which the prompt's log probabilities, or the hidden states, begin.
         """
-        logprob_params = self.logprob_params
-        last = self.seq_len - 1
-        return (
-            last
-            if logprob_params is None or logprob_params.prompt_from is None
-            else min(last, logprob_params.prompt_from)
-        )
+        logprob_params, hidden_params = self.logprob_params, self.hidden_params
+        most = self.seq_len - 1
+        if logprob_params is not None and logprob_params.prompt_from is not None:
+            most = min(most, logprob_params.prompt_from)
+        return most if hidden_params is None else min(most, hidden_params.start)
 
     @property
     def num_remaining(self) -> int:

@@ -14,6 +14,7 @@ from pdserve.base.mailbox import Woken
 from pdserve.errors import RequestError
 from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
 from pdserve.executor.profiling import Profiler
+from pdserve.protocol.engine_memory import MemoryCommand
 from pdserve.protocol.engine_state import EngineState
 from pdserve.protocol.failure import CLIENT_ABORT, Failure
 from pdserve.protocol.messages import (
@@ -24,16 +25,13 @@ from pdserve.protocol.messages import (
     DeclarePeerDead,
     EndMigration,
     EngineCommand,
-    EngineCoreOutput,
     ExtractReply,
     ExtractRequest,
-    FinishReason,
     FlushCache,
     GenerateRequest,
     KVPart,
     LoadLora,
     MigrateOut,
-    OutputBatch,
     PauseGeneration,
     PauseMode,
     PrepareLora,
@@ -48,15 +46,18 @@ from pdserve.protocol.messages import (
     ToScheduler,
     UnloadLora,
 )
+from pdserve.protocol.weights import WeightsCommand
 from pdserve.ranks.pre_step import IdleBatches
 from pdserve.scheduler.context import SchedulerContext
+from pdserve.scheduler.engine_memory import EngineMemory, ManagedMemory
 from pdserve.scheduler.loop_times import Heartbeat, LoopTimes
 from pdserve.scheduler.outbox import log_admitted
 from pdserve.scheduler.request import EVICTED, GRAMMAR_FAILED, EvictionOrder, PriorityRules, Req, Times
-from pdserve.scheduler.role_switcher import RoleSwitcher
+from pdserve.scheduler.role_switcher import OpenedRole, RoleSwitcher
 from pdserve.scheduler.roles.base import SchedulerRole, audit_holds
 from pdserve.scheduler.snapshots import MOVING, NOT_LIVE, SUSPENDED, RequestExtractor, check_adapter
 from pdserve.scheduler.state_report import LoadReporter, StateReporter
+from pdserve.scheduler.weights_update import UpdatableWeights, WeightsUpdater
 from pdserve.transfer.events import TransferEvent
 from pdserve.transfer.manager import KVManager
 from pdserve.transfer.wire import prompt_digest
@@ -84,7 +85,7 @@ class InputSource(Protocol):
         ...
 
 
-class Scheduler:
+class Scheduler(UpdatableWeights, ManagedMemory):
     """Runs one role on a `SchedulerContext`. `kv` is the transfer manager, None in a monolith. Scheduler thread."""
 
     def __init__(
@@ -105,13 +106,16 @@ class Scheduler:
         rules: PriorityRules | None = None,
         switcher: RoleSwitcher | None = None,
         load_reporter: LoadReporter | None = None,
+        engine_memory: EngineMemory | None = None,
+        weights: WeightsUpdater | None = None,
     ) -> None:
         """`max_queued`: most waiting requests beyond the free rows; None: no limit.
 
         With the `rules` of priority scheduling a more urgent request takes the place of a waiting one in a full queue.
         `num_gated` returns the number of requests that wait for their grammar before admission; None: there is no gate.
         `switcher` None: the role is fixed.
-        `load_reporter` None: load is not published.
+        `load_reporter` None: load is not published. `weights` None: the weights stay.
+        `engine_memory` None: memory is not released.
         """
         self.role = role
         self.context = context
@@ -123,18 +127,20 @@ class Scheduler:
         self.facts = dict(facts or {})
         self._num_gated = num_gated
         self._switcher = switcher
+        self.weights = weights
         self._load_reporter = load_reporter
+        self.engine_memory = engine_memory
         self._state = StateReporter(context, live_facts, by_priority=rules is not None and rules.enabled)
         self._idle_batches = idle_batches
         self._depth = max(int(overlap), context.limits.num_stages - 1)
         self._step = 0
-        self._under_way: deque[StepHandle] = deque()
+        self.under_way: deque[StepHandle] = deque()
         self._audited = True
         self._found: list[str] = []
         self._retry_after = RetryAfterEstimator(context.clock)
         self._times = LoopTimes()
         self.heartbeat = heartbeat or Heartbeat(context.clock)
-        self._paused = False
+        self.paused = False
         self._profiler = Profiler(profile_name)
         self._extractor = RequestExtractor(context)
         self._stopping = False
@@ -153,10 +159,12 @@ class Scheduler:
                 )
                 waiting = waiting or (self.context.tier is not None and self.context.tier.has_work)
                 waiting = waiting or (self._switcher is not None and self._switcher.is_pending)
+                waiting = waiting or (self.engine_memory is not None and self.engine_memory.is_pending)
+                waiting = waiting or (self.weights is not None and self.weights.is_pending)
                 self._times.enter("idle")
                 self.inputs.wait(0.05 if waiting else timer_s or _IDLE_WAIT_S)
-        while self._under_way:
-            self.context.executor.resolve(self._under_way.popleft())
+        while self.under_way:
+            self.context.executor.resolve(self.under_way.popleft())
         if self._idle_batches is not None:
             self._idle_batches.run_idle_until_all_stop(self._step, self.context.executor, self.inputs)
 
@@ -181,11 +189,15 @@ class Scheduler:
         self.role.poll()
         if self._switcher is not None and self._switcher.is_pending:
             self._switch_role(self._switcher)
-        was_under_way = bool(self._under_way)
+        if self.engine_memory is not None and self.engine_memory.is_pending:
+            self.poll_memory(self.engine_memory)
+        if self.weights is not None and self.weights.is_pending:
+            self.weights.poll(self)
+        was_under_way = bool(self.under_way)
         if was_under_way and self.role.needs_sync:
-            self._process_all_results()
+            self.process_all_results()
         times.enter("get_next_batch_to_run")
-        plan = None if self._paused or self._stopping else self.role.plan(self._step + 1)
+        plan = None if self.paused or self._stopping else self.role.plan(self._step + 1)
         times.enter("other")
         self.context.outbox.flush()
         if plan is None and self._idle_batches is not None:
@@ -193,15 +205,15 @@ class Scheduler:
         if (plan is not None or was_under_way) and self.kv is not None:
             self.kv.flush()
         if plan is not None:
-            self._under_way.append(self._launch(plan))
-        if len(self._under_way) > (self._depth if plan is not None else 0):
+            self.under_way.append(self._launch(plan))
+        if len(self.under_way) > (self._depth if plan is not None else 0):
             self._process_result()
         self.context.outbox.flush()
         self.context.memory.flush_changes()
         if self._load_reporter is not None:
             computed = plan is not None or was_under_way
             self._load_reporter.report(self.role, self.context, self._times, self._gated, sleeps=not computed)
-        if not self._audited and self._idle:
+        if not self._audited and self.is_idle:
             times.enter("sanity_check_cache")
             self._audit_at_idle()
             times.enter("other")
@@ -209,14 +221,17 @@ class Scheduler:
 
     def _switch_role(self, switcher: RoleSwitcher) -> None:
         """Take the new role if nothing is live or under way. What is kept for the old one must be free by then."""
-        opened = switcher.run(self._idle, self.kv)
-        if opened is None:
-            return
+        opened = switcher.run(self.is_idle, self.kv)
+        if opened is not None:
+            self.begin_role(opened)
+            switcher.finish()
+
+    def begin_role(self, opened: OpenedRole) -> None:
+        """Compute in a role that was opened for it."""
         self.role, self.kv = opened.role, opened.kv
         self.facts, self._audited = dict(opened.facts), False
         self._evictions = self._eviction_order()
         self._profiler.name = opened.profile_name
-        switcher.finish()
 
     def _eviction_order(self) -> EvictionOrder | None:
         rules = self._rules
@@ -225,12 +240,13 @@ class Scheduler:
 
     def audit(self) -> list[str]:
         """Return one sentence for each page, row, aux slot or room whose owner is missing, duplicate, or ended."""
-        return audit_holds(self.context, self.role, self.kv, idle=self._idle, in_flight=bool(self._under_way))
+        return audit_holds(self.context, self.role, self.kv, idle=self.is_idle, in_flight=bool(self.under_way))
 
     @property
-    def _idle(self) -> bool:
+    def is_idle(self) -> bool:
+        """Whether no request is live, and no step, copy or transfer is under way."""
         copies = self.context.tier is not None and self.context.tier.num_copies > 0
-        return not self.role.live and not self._under_way and not copies and (self.kv is None or self.kv.quiet)
+        return not self.role.live and not self.under_way and not copies and (self.kv is None or self.kv.quiet)
 
     def _audit_at_idle(self) -> None:
         self._audited = True
@@ -254,13 +270,14 @@ class Scheduler:
             self.role.launched(handle)
         return handle
 
-    def _process_all_results(self) -> None:
-        while self._under_way:
+    def process_all_results(self) -> None:
+        """Take the results of all steps under way."""
+        while self.under_way:
             self._process_result()
 
     def _process_result(self) -> None:
         """Take the results of the oldest step."""
-        handle = self._under_way.popleft()
+        handle = self.under_way.popleft()
         self._times.enter("run_batch")
         result = self.context.executor.resolve(handle)
         self._times.resolve()
@@ -291,11 +308,21 @@ class Scheduler:
         return 0 if self._num_gated is None else self._num_gated()
 
     def _handle(self, event: Event) -> None:
+        if isinstance(event, WeightsCommand | MemoryCommand):
+            self._audited = False
+            if isinstance(event, MemoryCommand):
+                self.command_memory(event)
+            elif not self.refuses_update(event):
+                self.update_weights(event)
+            return
         match event:
             case GenerateRequest():
-                self._admit(event)
+                if self.weights is None or not self.weights.takes(event, self):
+                    self.admit_request(event)
             case AbortRequest():
-                self._abort(event)
+                if self.weights is not None:
+                    self.weights.aborted(event, self)
+                self.abort_requests(event)
             case ExtractRequest():
                 self.context.outbox.send(self._extract(event))
             case KVPart():
@@ -325,7 +352,7 @@ class Scheduler:
                 adapter = "" if lora is None else self.context.adapter_digest(lora)
                 self.kv.redirect(room, prompt_digest(input_ids, adapter), replica)
             case SwitchRole():
-                if self._switcher is None:
+                if self._switcher is None or (self.engine_memory is not None and self.engine_memory.released):
                     reply = CommandReply(query_id=event.query_id, ok=False, message="the role of this engine is fixed")
                     self.context.outbox.send(reply)
                 else:
@@ -340,12 +367,15 @@ class Scheduler:
                 assert self.kv is not None, f"{event} without a transfer manager"
                 self.kv.handle(event)
 
-    def _admit(self, spec: GenerateRequest) -> None:
+    def admit_request(self, spec: GenerateRequest, *, again: bool = False) -> None:
+        """Admit a new request, or `again` one that was admitted before and withdrawn: it has its place in the queue."""
         try:
+            if self.engine_memory is not None:
+                self.engine_memory.require()
             if spec.rid in self.role.live:
                 raise RequestError(f"rid {spec.rid!r} is in use", field="rid", status=409, code="rid_in_use")
             displaced = None
-            if self._is_full() and (displaced := self._displaced_by(spec)) is None:
+            if not again and self._is_full() and (displaced := self._displaced_by(spec)) is None:
                 raise RequestError(
                     "The waiting queue is full.",
                     status=503,
@@ -361,7 +391,7 @@ class Scheduler:
             self._extractor.admit(req, self.role.admit)
             self.context.look_up(req)
             log_admitted(spec)
-            self.context.counters[PROBES if spec.probe else "requests"] += 1
+            self.context.counters[PROBES if spec.probe else "requests"] += not again
             if displaced is not None:
                 self.context.counters["requests_evicted"] += not displaced.spec.probe
                 retry_after_s = self._retry_after.retry_after_s(self._num_ended())
@@ -371,14 +401,12 @@ class Scheduler:
         except RequestError as error:
             self.context.counters["requests_refused"] += not spec.probe
             self._extractor.forget(spec.rid)
-            finish = FinishReason.failed(Failure.from_error(error))
-            self.context.outbox.log_end(spec, finish, 0)
-            self.context.outbox.send(OutputBatch(outputs=[EngineCoreOutput(rid=spec.rid, token_ids=[], finish=finish)]))
+            self.refuse(spec, Failure.from_error(error))
 
     def _displaced_by(self, spec: GenerateRequest) -> Req | None:
         return None if self._evictions is None else self._evictions.displaced_by(spec)
 
-    def _abort(self, abort: AbortRequest) -> None:
+    def abort_requests(self, abort: AbortRequest) -> None:
         live = self.role.live
         rids = list(live) if abort.rid is None else [abort.rid]
         failure: Failure | None = CLIENT_ABORT if abort.reason == "abort" else None
@@ -390,7 +418,7 @@ class Scheduler:
 
     def _extract(self, event: ExtractRequest) -> ExtractReply:
         """Take the state of a request; without `keep` the request ends here."""
-        self._process_all_results()
+        self.process_all_results()
         req = self.role.live.get(event.rid)
         if req is None:
             return ExtractReply(query_id=event.query_id, rid=event.rid, failure=NOT_LIVE)
@@ -413,7 +441,7 @@ class Scheduler:
             case PauseGeneration(mode=mode):
                 return self._pause(mode)
             case ContinueGeneration():
-                self._paused = False
+                self.paused = False
                 return True, "Generation continued successfully."
             case StartProfile():
                 return self._profiler.start(command)
@@ -427,17 +455,17 @@ class Scheduler:
                 return True, f"the session with {instance} is closed, and the pages it could write to are free"
 
     def _pause(self, mode: PauseMode) -> tuple[bool, str]:
-        self._paused = True
-        self._process_all_results()
+        self.paused = True
+        self.process_all_results()
         if mode == "abort":
-            self._abort(AbortRequest(rid=None))
+            self.abort_requests(AbortRequest(rid=None))
         elif mode == "retract":
             self.role.retract_all()
         return True, "Generation paused successfully."
 
     def _flush_cache(self) -> tuple[bool, str]:
         """Empty the prefix cache unless a request holds pages. Requests that a pause has retracted hold none."""
-        holding = sum(not self._paused or req.lease is not None for req in self.role.live.values())
+        holding = sum(not self.paused or req.lease is not None for req in self.role.live.values())
         if holding:
             return False, f"{holding} requests are running"
         if self.context.speculation is not None:
@@ -447,7 +475,8 @@ class Scheduler:
         return True, f"{num_dropped} cached pages were dropped"
 
     def _num_ended(self) -> int:
-        return self.context.counters["requests"] + self.context.counters[PROBES] - len(self.role.live)
+        withdrawn = 0 if self.weights is None else self.weights.num_withdrawn
+        return self.context.counters["requests"] + self.context.counters[PROBES] - len(self.role.live) - withdrawn
 
     def _is_full(self) -> bool:
         """True when `max_queued` requests wait beyond those that free rows will take."""

@@ -50,6 +50,20 @@ Endpoint = Callable[["ServerContext", Request], Awaitable[Response]]
 """Answers a request to the server with this context."""
 
 
+@dataclasses.dataclass
+class WeightsChange:
+    """State of updates of the weights, on all replicas; see `sglang_api/weights.py`."""
+
+    lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+    """Held while an update runs."""
+    prepared: object = None
+    """What `prepare_only` has prepared; None: nothing."""
+    expiry: asyncio.TimerHandle | None = None
+    """Drops what is prepared, if no update uses it."""
+    tasks: set[asyncio.Task[Any]] = dataclasses.field(default_factory=set)
+    """Updates that run: the event loop keeps no reference to a task."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ServerContext:
     """Configuration and components of one server, for its endpoints. `started_s` is Unix time in seconds."""
@@ -74,6 +88,9 @@ class ServerContext:
     changing_adapters: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
     """Held while an adapter is loaded or unloaded, on all replicas."""
 
+    changing_weights: WeightsChange = dataclasses.field(default_factory=WeightsChange)
+    """The update of the weights that runs, or that is prepared."""
+
     prefill_servers: Callable[[], list[dict[str, Any]]] | None = None
     """Facts about the servers of `--disaggregation-prefill`; None without the flag, or in another role."""
 
@@ -94,6 +111,17 @@ class ServerContext:
     def model_name(self) -> str:
         """Model name shown to clients."""
         return self.config.model.served_model_name or self.config.model.model_path
+
+    @property
+    def weight_version(self) -> str:
+        """Name of the version of the weights in use."""
+        return self.client.weight_version or self.config.model.weight_version
+
+    @property
+    def weights_path(self) -> str:
+        """Where the weights in use come from."""
+        ready = self.client.ready
+        return str((ready.facts.get("weights_path") if ready else None) or self.config.model.model_path)
 
     @property
     def fingerprint(self) -> str:
@@ -134,9 +162,18 @@ class ServerContext:
         return lists
 
     def make_requests(
-        self, prompts: Sequence[GenerateRequest], n: int, body: TransferAddress, field: str, *, stream: bool
+        self,
+        prompts: Sequence[GenerateRequest],
+        n: int,
+        body: TransferAddress,
+        field: str,
+        *,
+        stream: bool,
+        pools: bool = False,
     ) -> list[RequestState]:
         """Call `intake.make_requests` with this server's configuration. The prompts of `body` came in `field`.
+
+        `pools`: no token is generated, so that a server with `--is-embedding` takes the requests, too.
 
         Clients may name the fake bootstrap host only with `--disaggregation-transfer-backend fake`, which moves no KV
         cache.
@@ -144,6 +181,9 @@ class ServerContext:
         Raises:
             RequestError: 400 naming the field; 503 for a priority with `--abort-on-priority-when-disabled`.
         """
+        if self.config.embedding.is_embedding and not pools:
+            message = "this server has an embedding model (--is-embedding) and generates no text"
+            raise RequestError(message, field=field, code="unsupported")
         schedule = self.config.schedule
         if body.priority is not None and schedule.abort_on_priority_when_disabled and not schedule.uses_priority:
             message = "Using priority is disabled for this server. Please send a new request without a priority."

@@ -22,6 +22,7 @@ from fastapi import Request
 from pdserve.base.stream_state import RESUME_FIELD, STATE_HEADER, EventState, ShortText
 from pdserve.errors import PdserveError
 from pdserve.protocol.cached_tokens import CachedTokensDetails
+from pdserve.protocol.hidden_states import HiddenStates
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.protocol.messages import FinishReason, RequestTiming, SpeculationStats, TokenLogprob
 
@@ -34,7 +35,8 @@ class GenerationUpdate:
 
     `text` never contains the possible beginning of a stop string. `finish` is set in the last update of a sequence;
     `timing` and `speculation` are the newest known. `logprobs` has one entry per token if they were requested.
-    `prompt_parts` are the prompt logprobs, in parts. `cached_details` None: all cached tokens were on the device.
+    `prompt_parts` are the prompt logprobs, in parts; `hidden_parts` the hidden states in order. `cached_details` None:
+    all cached tokens were on the device.
     """
 
     index: int
@@ -42,12 +44,19 @@ class GenerationUpdate:
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
     prompt_parts: list[PromptLogprobs] = dataclasses.field(default_factory=list)
+    hidden_parts: list[HiddenStates] = dataclasses.field(default_factory=list)
     finish: FinishReason | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
     cached_details: CachedTokensDetails | None = None
     timing: RequestTiming | None = None
     speculation: SpeculationStats | None = None
+
+    @property
+    def num_part_tokens(self) -> int:
+        """Tokens whose log probabilities or hidden states came in parts."""
+        tokens = sum(part.num_tokens for part in self.prompt_parts)
+        return tokens + sum(part.num_tokens for part in self.hidden_parts)
 
     @property
     def cached_by_source(self) -> CachedTokensDetails:
@@ -65,6 +74,7 @@ class GenerationUpdate:
         self.token_ids += newer.token_ids
         self.logprobs += newer.logprobs
         self.prompt_parts += newer.prompt_parts
+        self.hidden_parts += newer.hidden_parts
         self.finish = newer.finish
         self.prompt_tokens = newer.prompt_tokens
         self.take_cached(newer)
@@ -105,6 +115,10 @@ class HeldUpdates:
         return held
 
 
+Weights = tuple[str, str]
+"""Name of the version, and fingerprint, of an engine's weights."""
+
+
 class Generation:
     """The updates of a body's sequences, in order of arrival; ends when every sequence has finished.
 
@@ -120,12 +134,19 @@ class Generation:
         """By sequence index: text that another server sent before the stream resumed here; see
         `GenerateRequest.prior_output_ids`.
         """
+        self.weights: Weights | None = None
+        """The weights that have computed the sequences; None before the first output."""
         self._unfinished = num_sequences
         self._on_close = on_close
         self._pending: dict[int, GenerationUpdate] = {}
         self._news = asyncio.Event()
         self._error: PdserveError | None = None
         self._last_error: PdserveError | None = None
+
+    def computed_with(self, weights: Weights | None) -> bool:
+        """Note the weights of an output; False when other weights have computed an earlier one."""
+        self.weights = self.weights or weights
+        return self.weights == weights
 
     def end_with(self, error: PdserveError) -> None:
         """End the generation with `error` once all its updates are read. The engine client calls this."""
@@ -258,6 +279,13 @@ class StreamStates:
             tail = b"".join(events[position + 1 :]).decode() if ends else None
             group = len(events) if position == 0 and not ends else 1
             yield self._line(tail, group) + data
+
+    def rest(self) -> bytes:
+        """Return the state line of tokens that no event has shown, or nothing. The event of an error follows.
+
+        The text of these tokens was held back. With them another server goes on behind the last token.
+        """
+        return self._line(None, 1) if self.wanted and self._head is None and self._tokens else b""
 
     def _line(self, tail: str | None, group: int) -> bytes:
         state = EventState(

@@ -155,6 +155,8 @@ def _refusal(url: URL, status: int, answer: bytes) -> RequestError:
         return RequestError(f"{url}: {message}", field="to", status=503, code=NO_ROOM)
     if code == "lora_mismatch":
         return RequestError(f"{url}: {message}", field="lora_path", status=409, code=REFUSED)
+    if code == "weights_mismatch":
+        return RequestError(f"{url}: {message}", field="weights", status=409, code=REFUSED)
     if code == "handshake_refused":
         return RequestError(message, field=message.partition(":")[0], status=409, code=REFUSED)
     if status == 409 or (status in (400, 404) and param):

@@ -28,6 +28,7 @@ from pdserve.memory.layer_events import CountedLayerEvents
 from pdserve.memory.layout import KVLayout
 from pdserve.memory.slot_stamp import SlotStamp
 from pdserve.memory.tiers.host_memory import PageCopies
+from pdserve.protocol.hidden_states import HiddenParams
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 
@@ -116,6 +117,7 @@ class CostModelExecutor:
         sampling: CoreSamplingParams,
         logprobs: Logprobs | None,
         draft_hidden: bytes = b"",
+        hidden: HiddenParams | None = None,
     ) -> None:
         """See `Executor`."""
         assert row not in self._rows, f"row {row} is open"

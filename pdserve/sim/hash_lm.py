@@ -31,6 +31,7 @@ from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layer_events import ALL_WRITTEN, CountedLayerEvents, LayerEvents
 from pdserve.memory.layout import GroupKind, KVGroup, KVLayout, PageSpace
 from pdserve.memory.slot_stamp import SlotStamp
+from pdserve.protocol.hidden_states import HiddenParams, HiddenStates
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.sim.hash_draft import HashDraftKV
@@ -53,6 +54,7 @@ class _Row:
     """The request's number in stamps."""
     num_known: int
     """Tokens that were known when the row was opened."""
+    hidden: HiddenParams | None = None
     pending: list[list[int]] = dataclasses.field(default_factory=list)
     """Tokens that the state does not cover yet, from `pending_start` on: their inputs of the recurrent layers."""
     pending_start: int = 0
@@ -65,6 +67,7 @@ class _RowResult:
     sampled: tuple[SampledToken, ...] = ()
     drafts: tuple[int, ...] = ()
     prompt: PromptLogprobs | None = None
+    hidden: HiddenStates | None = None
 
 
 class HashExecutor(HashTierCopies, HashStamps):
@@ -182,6 +185,7 @@ class HashExecutor(HashTierCopies, HashStamps):
         sampling: CoreSamplingParams,
         logprobs: Logprobs | None,
         draft_hidden: bytes = b"",
+        hidden: HiddenParams | None = None,
     ) -> None:
         """See `Executor`.
 
@@ -193,6 +197,7 @@ class HashExecutor(HashTierCopies, HashStamps):
             sampler=HashSampler(sampling, num_prompt_tokens, logprobs, self._echo),
             stamp=SlotStamp.of(token_ids[:num_prompt_tokens], 0).request,
             num_known=len(token_ids),
+            hidden=hidden,
         )
         if draft_hidden:
             assert self._draft_kv is not None, "a hidden state from another drafter"
@@ -276,6 +281,7 @@ class HashExecutor(HashTierCopies, HashStamps):
             {index: each.prompt for index, each in enumerate(found) if each.prompt is not None},
             more={index: found[index].sampled[1:] for index, row in enumerate(plan.rows) if row.drafts},
             drafts={index: each.drafts for index, each in enumerate(found) if each.drafts},
+            hidden={index: each.hidden for index, each in enumerate(found) if each.hidden is not None},
         )
 
     def _compute_row(self, row: BatchRow, pages: RowPages, most: int | None) -> _RowResult:
@@ -298,14 +304,14 @@ class HashExecutor(HashTierCopies, HashStamps):
                 self._copy_slot(pages.slot, row.state_to)
             if first is not None and first <= position < sampler.num_prompt - 1:
                 told[position + 1] = mix(carry ^ tokens[position + 1])
-        part = sampler.of_prompt(told)
+        part, states = sampler.of_prompt(told), _hidden_of(own.hidden, row.start, carries)
         if not row.sample:
             self._write_draft_kv(row, pages, tokens[: row.end], carries)
-            return _RowResult(prompt=part)
+            return _RowResult(prompt=part, hidden=states)
         del tokens[row.end :]
         tokens.append(sampler.draw(carry, tokens, row.end))
         self._write_draft_kv(row, pages, tokens, carries)
-        return _RowResult((sampler.sampled(tokens[-1]),), self._propose(own, pages, carry, most), part)
+        return _RowResult((sampler.sampled(tokens[-1]),), self._propose(own, pages, carry, most), part, states)
 
     def _verify(self, row: BatchRow, own: _Row, pages: RowPages, most: int | None) -> _RowResult:
         """Compute a row with drafts: sample at each position while the draft there was right."""
@@ -446,6 +452,15 @@ class HashExecutor(HashTierCopies, HashStamps):
     def _row_pages(self, row: int) -> RowPages:
         table = self._table
         return RowPages(table.pages[row].copy(), table.window[row].copy(), int(table.slots[row]))
+
+
+def _hidden_of(wanted: HiddenParams | None, start: int, carries: Sequence[int]) -> HiddenStates | None:
+    """Return the hidden states of the tokens with these numbers, from position `start` on: 24 bits of each number."""
+    if wanted is None or wanted.start >= start + len(carries):
+        return None
+    first = max(start, wanted.start)
+    rows = np.array([[carry & 0xFFFFFF] for carry in carries[first - start :]], dtype=np.float32)
+    return HiddenStates.pack(first, len(rows), rows.sum(0, keepdims=True) if wanted.pooled else rows)
 
 
 class _Step:

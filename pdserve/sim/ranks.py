@@ -26,6 +26,7 @@ from pdserve.memory.layout import KVLayout, PageSpace
 from pdserve.memory.slot_stamp import SlotStamp
 from pdserve.memory.tiers.host_memory import PageCopies
 from pdserve.memory.tiers.storage_port import StoragePort
+from pdserve.protocol.hidden_states import HiddenParams
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.ranks.consensus import Consensus
@@ -337,6 +338,7 @@ class _ComputedElsewhere:
         sampling: CoreSamplingParams,
         logprobs: Logprobs | None,
         draft_hidden: bytes = b"",
+        hidden: HiddenParams | None = None,
     ) -> None:
         """See `Executor`."""
 
@@ -433,6 +435,10 @@ class _Alone:
         """See `RankGroup`."""
 
     def digested(self, number: int, own: RankDigest) -> tuple[RankDigest, ...]:
+        """See `RankGroup`."""
+        return (own,)
+
+    def reported(self, number: int, own: bytes) -> tuple[bytes, ...]:
         """See `RankGroup`."""
         return (own,)
 

@@ -10,6 +10,7 @@ from pdserve.config.groups import EvictionPolicy, LoadFailurePolicy
 from pdserve.config.schedule_group import SchedulePolicy
 from pdserve.config.tier_group import PrefetchPolicy
 from pdserve.protocol.cached_tokens import CachedTokensDetails
+from pdserve.protocol.hidden_states import HiddenParams, HiddenStates
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.messages import EngineCoreOutput, FinishReason, GenerateRequest, RoomAddress, SpeculationStats
 from pdserve.protocol.sampling import CoreSamplingParams
@@ -125,6 +126,7 @@ class Prompt:
     max_new_tokens: int
     priority: int = 0
     logprobs: Logprobs | None = None
+    hidden: HiddenParams | None = None
     prior: tuple[int, ...] = ()
     """Output tokens of an earlier try."""
     sampling: CoreSamplingParams = CoreSamplingParams(temperature=0.0)
@@ -141,6 +143,7 @@ class RequestHalf:
     finish: FinishReason | None = None
     picked: list[list[float]] = dataclasses.field(default_factory=list)
     prompt_parts: list[PromptLogprobs] = dataclasses.field(default_factory=list)
+    hidden_parts: list[HiddenStates] = dataclasses.field(default_factory=list)
     speculation: SpeculationStats | None = None
     cached_tokens: int = 0
     cached_details: CachedTokensDetails | None = None
@@ -155,6 +158,8 @@ class RequestHalf:
         if output.prompt_logprobs is not None:
             assert not self.tokens, f"{output.rid}: of the prompt after its first token"
             self.prompt_parts.append(output.prompt_logprobs)
+        if output.hidden is not None:
+            self.hidden_parts.append(output.hidden)
         self.finish, self.speculation = output.finish, output.speculation
         self.cached_tokens, self.cached_details = output.cached_tokens, output.cached_details
 
@@ -167,6 +172,7 @@ def request(rid: str, prompt: Prompt, room: RoomAddress | None) -> GenerateReque
         input_ids=list(prompt.tokens),
         sampling=sampling,
         logprobs=prompt.logprobs,
+        hidden=prompt.hidden,
         room=room,
         priority=prompt.priority,
         cache_salt=prompt.salt,

@@ -68,7 +68,7 @@ __all__ = ["FAKE_BOOTSTRAP_HOST", "KVArgs", "KVManager", "KVReceiver", "KVSender
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVArgs:
     """A replica's configuration for transfer. `layout` is the whole model's, with DRAFT groups; `facts` must equal a
-    peer's.
+    peer's. The fact `WEIGHTS` is version and fingerprint of the weights, which may change while the replica runs.
 
     `ranks` are all ranks of the replica in the order of `shape`: addresses and lengths of their pools, and for state
     type and geometry (`StateFacts`). Each session fills in their transport addresses. `secret` is the same on all of
@@ -217,6 +217,10 @@ class KVManager:
         if sender.instance == self.args.instance:
             raise RequestError("a request cannot migrate to the server that has it", field="to")
         self._apply(self.sessions.found(PrefillFound(address, ((sender.instance, sender.endpoint),))))
+
+    def change_weights(self, weights: str) -> None:
+        """Have handshakes and rooms carry `weights`, the fact `WEIGHTS`, from now on. No room is live."""
+        self.sessions.change_weights(weights)
 
     def redirect(self, room: int, digest: str, replica: int) -> None:
         """Redirect the receiver of this room to `replica` of this server, which has the request."""

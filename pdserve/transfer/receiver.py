@@ -133,6 +133,7 @@ class ReceiveSide:
             state_indices=state_indices,
             aux_slot=aux.pages[0],
             prompt_digest=room.digest,
+            weights=self._sessions.weights,
         )
         self._sessions.send(peer, info)
 

@@ -22,7 +22,7 @@ from pdserve.errors import RequestError
 from pdserve.memory.layer_events import ALL_WRITTEN, LayerEvents
 from pdserve.memory.layout import PageSpace
 from pdserve.memory.lease import Lease, numbers_to_move, numbers_with, pages_at
-from pdserve.protocol.failure import Failure
+from pdserve.protocol.failure import Failure, weights_mismatch
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.transfer.events import CopyDone, CopyEngine, PeerConnected
 from pdserve.transfer.in_flight import Connecting, EarlyArrivals, OutgoingKeys, Tombstone
@@ -232,6 +232,10 @@ class SendSide:
             if room.digest.partition(".")[0] == info.prompt_digest.partition(".")[0]:
                 code, message = "lora_mismatch", "prefill and decode have different LoRA adapters for this request"
             self._turn_away(peer, key, _failure(code, message))
+        elif info.weights != self._sessions.weights:
+            failure = weights_mismatch(f"{self._sessions.weights} here, {info.weights} at the decode server")
+            self._turn_away(peer, key, failure)
+            room.fail(failure)
         elif (wrong := self._validation_failure(room, info)) is not None:
             self._refuse(peer, key, wrong)
         elif room.target is None or self._supersedes(room, key):

@@ -28,7 +28,7 @@ import msgspec
 
 from pdserve.base.clock import Clock
 from pdserve.errors import HandshakeError, ProtocolError
-from pdserve.protocol.failure import Failure
+from pdserve.protocol.failure import Failure, weights_mismatch
 from pdserve.transfer.delivery import Delivery
 from pdserve.transfer.events import Address, ControlSocket, Directory, PrefillFound, PrefillNotFound, ReceiverOpened
 from pdserve.transfer.peers import (
@@ -46,7 +46,7 @@ from pdserve.transfer.peers import (
     check_hello,
 )
 from pdserve.transfer.receiving_engines import SessionReceivers
-from pdserve.transfer.wire import Ack, Body, Hello, Packet, Ping, Pong, Refusal, Reset, Wire
+from pdserve.transfer.wire import WEIGHTS, Ack, Body, Hello, Packet, Ping, Pong, Refusal, Reset, Wire
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +99,18 @@ class Sessions:
         self._delivery = Delivery(instance, wire, socket, clock, times.resend_s)
         self._number = itertools.count(1)
         self._unknown = UnknownPeers(instance, wire, socket, clock, self._nonce, writes_in, quiet_s=times.resend_s)
+
+    @property
+    def weights(self) -> str:
+        """Version and fingerprint of our weights, see `KVArgs`; empty where handshakes compare none."""
+        return str(self._me.facts.get(WEIGHTS, ""))
+
+    def change_weights(self, weights: str) -> None:
+        """Use other weights from now on. No room is live. Sessions go on: rooms compare the weights of their sides."""
+        self._me = msgspec.structs.replace(self._me, facts=self._me.facts | {WEIGHTS: weights})
+        for peer in self._peers:
+            if peer.own_hello is not None:
+                peer.own_hello = msgspec.structs.replace(peer.own_hello, facts=self._me.facts)
 
     # ------------------------------------------------------------------ dialling
 
@@ -400,6 +412,8 @@ class Sessions:
             log.warning("handshake with %s refused: %s: %s", peer.endpoint, field, message)
             self.last_refusal = f"{peer.endpoint}: {field}: {message}"
         peer.state, peer.last_ping = PeerState.REFUSED, self._clock.now()
+        if field == WEIGHTS:
+            return self._undial(peer, weights_mismatch(message, origin=peer.endpoint))
         failure = Failure(
             code="handshake_refused", message=f"{field}: {message}", origin=peer.endpoint, retryable=False, status=500
         )

@@ -154,12 +154,16 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     message: Text
 
 
+WEIGHTS = "weights"
+"""Handshake fact: version and fingerprint of the weights. A room compares it too, since it may change in a session."""
+
+
 class TransferInfo(msgspec.Struct, frozen=True, kw_only=True, tag="Meta", omit_defaults=True):
     """The receiver's pages, state items and aux slot for one key, and the digest of the prompt.
 
     The receiver has the KV cache of the first `cached_tokens` tokens (whole pages); `pages` are those for the rest, by
     layout group. `state_indices` are the items in the pools of `KVLayout.state_groups`, `pages` those of the other
-    groups.
+    groups. `weights`: version and fingerprint of the receiver's weights, see `KVArgs`.
     """
 
     key: MemoryKey
@@ -168,6 +172,7 @@ class TransferInfo(msgspec.Struct, frozen=True, kw_only=True, tag="Meta", omit_d
     aux_slot: Count
     prompt_digest: Name
     state_indices: tuple[tuple[Count, ...], ...] = ()
+    weights: Name = ""
 
 
 class TransferStats(msgspec.Struct, frozen=True, kw_only=True):

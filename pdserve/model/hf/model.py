@@ -25,6 +25,7 @@ from pdserve.model.hf.latent import find_projections
 from pdserve.model.hf.probe import CacheProbe
 from pdserve.model.hf.self_check import check_against, own_hidden
 from pdserve.model.interface import LayerTaps, MoELayer
+from pdserve.model.named_weights import MemoryRange
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import ParamSlots, torch_dtype
 
@@ -88,6 +89,10 @@ class TransformersModel:
     def argmax(self) -> None:
         """See `Model.argmax`. Always None."""
 
+    def weight_memory(self) -> list[MemoryRange]:
+        """See `Model.weight_memory`."""
+        return self.params.memory()
+
     def idle(self) -> None:
         """See `Model.idle`. The feed-forward layers are not shared."""
 
@@ -111,6 +116,10 @@ class TransformersModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Model.logits`. `hidden` are states behind the final norm."""
         return self._head(hidden).float()
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """See `Model.final_norm`. `hidden` are states behind the final norm."""
+        return hidden
 
     def _hidden(self, batch: ForwardBatch, on_layer: Callable[[int], None] | None = None) -> Tensor:
         """Compute the hidden states of all tokens, `[N, hidden_size]`, behind the final norm."""

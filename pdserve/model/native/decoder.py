@@ -45,6 +45,7 @@ from pdserve.model.layers.dense import FeedForward, Linear, WholeQKNorm
 from pdserve.model.layers.gated_delta import PendingTokens
 from pdserve.model.lora import Adapters, LoraTarget
 from pdserve.model.mla import MLA
+from pdserve.model.named_weights import MemoryRange
 from pdserve.model.native.latents import LatentProgram, norm_of, record_latents
 from pdserve.model.native.lora import LoraSites
 from pdserve.model.native.modules import PackedLinear
@@ -137,6 +138,10 @@ class NativeDecoder:
         """See `Model.params`."""
         return self._model.params
 
+    def weight_memory(self) -> list[MemoryRange]:
+        """See `Model.weight_memory`."""
+        return [*self._model.params.memory(), *self._packer.arena.memory()]
+
     @property
     def parallel(self) -> Parallel:
         """See `Model.parallel`."""
@@ -151,6 +156,11 @@ class NativeDecoder:
     def num_layers(self) -> int:
         """See `Model.num_layers`."""
         return len(self._layers)
+
+    @property
+    def threads(self) -> Threads:
+        """The threads that run the program."""
+        return self._threads
 
     def chooser(self) -> NativeChooser:
         """Make a token chooser that uses the same threads."""
@@ -319,6 +329,12 @@ class NativeDecoder:
         self._program.begin_fold(fold_rows(slots, counts))
         for op in self._delta_ops:
             self._program.run(op, op + 1)
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """See `Model.final_norm`. `hidden` and the result are float32."""
+        weight, eps = norm_of(self._model.norm)
+        assert weight is not None, "only the last stage has the final norm"
+        return torch.nn.functional.rms_norm(hidden, hidden.shape[-1:], weight.float(), eps)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -98,15 +98,22 @@ def with_rooms(
     return b"".join((memoryview(data)[:end], b",", memoryview(orjson.dumps(fields))[1:]))
 
 
-def wants_prompt_logprobs(path: str, body: dict[str, Any]) -> bool:
-    """Whether a request needs prompt log probabilities from prefill's answer."""
-    wanted = body.get("return_logprob")
+def merges_prefill(path: str, body: dict[str, Any]) -> bool:
+    """Whether prefill's answer has a part of the client's: log probabilities, or hidden states, of the prompt."""
+    if path != GENERATE_PATH:
+        return False
     start = body.get("logprob_start_len")
-    return (
-        path == GENERATE_PATH
-        and (wanted is True or (isinstance(wanted, list) and any(one is True for one in wanted)))
-        and (isinstance(start, list) or (isinstance(start, int) and start >= 0))
-    )
+    wants_logprobs = isinstance(start, list) or (isinstance(start, int) and start >= 0)
+    return _is_set(body.get("return_hidden_states")) or (wants_logprobs and _is_set(body.get("return_logprob")))
+
+
+def _is_set(flag: Any) -> bool:
+    """Whether a flag of `/generate` is true for a prompt."""
+    return flag is True or (isinstance(flag, list) and any(one is True for one in flag))
+
+
+WEIGHTS_PATIENCE_S = 60.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.5
 
 
 class Attempt:
@@ -217,6 +224,28 @@ class Attempt:
         else:
             error = worker_failed(f"the router ended the request at the {why.worker.spec.role} worker: {why.message}")
         upstream.response.content.set_exception(error)
+
+
+class WeightsPatience:
+    """Waits of one request for a pair whose servers have the same weights, at most `WEIGHTS_PATIENCE_S` in all.
+
+    `now`: time of the event loop in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._until: float | None = None
+        self._pause_s = FIRST_PAUSE_S
+
+    async def wait(self) -> bool:
+        """Wait before the next attempt, longer each time; False: the request has waited long enough."""
+        if self._until is None:
+            self._until = self._now() + WEIGHTS_PATIENCE_S
+        if self._now() + self._pause_s > self._until:
+            return False
+        await asyncio.sleep(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        return True
 
 
 class Drain:

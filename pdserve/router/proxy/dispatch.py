@@ -38,9 +38,10 @@ from pdserve.router.proxy.attempts import (
     SHUTTING_DOWN,
     Attempt,
     Drain,
+    WeightsPatience,
     batch_size,
+    merges_prefill,
     num_sequences,
-    wants_prompt_logprobs,
     with_rooms,
 )
 from pdserve.router.proxy.merge import event_merger, merged_body, prefill_metas
@@ -64,6 +65,7 @@ from pdserve.router.workers.outcome import (
     read_response,
     resolve_outcome,
     retryable,
+    weights_differ,
 )
 from pdserve.router.workers.workers import Pair, Registry, Worker
 
@@ -197,12 +199,14 @@ class Dispatcher:
         """Yield the outcome of the last attempt; retries failed attempts. Failed workers are added to `avoid`."""
         rids = rids_of(call.body)
         outcome: Outcome | None = None
-        for attempt in range(1, self._config.retry.max_tries + 1):
-            entered = await self._admission.enter(call.routed, avoid, again=attempt > 1, rids=rids)
+        attempt = 1
+        patience = WeightsPatience(asyncio.get_running_loop().time)
+        while attempt <= self._config.retry.max_tries:
+            entered = await self._admission.enter(call.routed, avoid, again=outcome is not None, rids=rids)
             if isinstance(entered, Failure):
                 outcome = outcome or entered
                 break
-            if attempt > 1:
+            if outcome is not None:
                 self._metrics.retries.inc()
             rids_alone = alone_rids(call.path, call.body)
             with Attempt(entered.pair, self._drain, self._can_recompute, rids_alone, attaches=call.continued) as this:
@@ -211,12 +215,15 @@ class Dispatcher:
                         yield result
                         return
             outcome = result
+            if weights_differ(result) and not self._drain.is_aborted and await patience.wait():
+                continue
             avoid.add(result.worker)
             if isinstance(result, WorkerResponse) and ROLE_HEADER in result.headers:
                 await self._health.on_reported_role(result.worker, result.headers[ROLE_HEADER])
             if asked_to_retry_later(result) and not set(self._registry.usable(result.worker.spec.role)) - avoid:
                 break
             await self._after_failure(result, attempt)
+            attempt += 1
             if self._drain.is_aborted:
                 outcome = SHUTTING_DOWN
                 break
@@ -253,15 +260,11 @@ class Dispatcher:
                 prefill = asyncio.create_task(self._prefill_half(slots, call, data))
             outcome = await self._wait(prefill, decode, this, slots.pair)
             self._note(slots, outcome)
-            if (
-                prefill is not None
-                and isinstance(outcome, WorkerStream)
-                and wants_prompt_logprobs(call.path, call.body)
-            ):
+            if prefill is not None and isinstance(outcome, WorkerStream) and merges_prefill(call.path, call.body):
                 while not prefill.done() and this.reason is None:
                     await this.change()
                 this.answers(outcome)
-                outcome = await _with_prompt_logprobs(outcome, prefill) if prefill.done() else this.reason
+                outcome = await _with_prefill_answer(outcome, prefill) if prefill.done() else this.reason
                 assert outcome is not None, "prefill has answered, or the attempt was ended"
                 if failed(outcome):
                     self._note(slots, outcome)
@@ -346,7 +349,7 @@ class Dispatcher:
         headers[ROLE_HEADER] = worker.spec.role.mode
         headers.update(more)
         headers.update(own_headers(worker, self._config.access.key_for_workers))
-        if call.continued or wants_prompt_logprobs(call.path, call.body):
+        if call.continued or merges_prefill(call.path, call.body):
             headers.popall("Accept-Encoding", None)
         if call.continued:
             headers[STATE_HEADER] = "1"
@@ -428,10 +431,10 @@ def _json_of(call: ProxiedCall, body: dict[str, Any]) -> bytes | None:
     return None if call.data is None else orjson.dumps(body)
 
 
-async def _with_prompt_logprobs(
+async def _with_prefill_answer(
     upstream: WorkerStream, prefill: asyncio.Task[WorkerResponse | ConnectionFailed]
 ) -> HalfOutcome:
-    """Return decode's answer merged with prefill's prompt log probabilities, or prefill's failure."""
+    """Return decode's answer merged with what prefill's has of the prompt, or prefill's failure."""
     answer = await prefill
     if isinstance(answer, ConnectionFailed) or failed(answer):
         return answer
@@ -475,3 +478,10 @@ def _close_finished(half: asyncio.Task[Any]) -> None:
         log.error("a call to a worker raised an unexpected error", exc_info=error)
     elif isinstance(half.result(), WorkerStream):
         half.result().response.close()
+
+
+def _why(outcome: Outcome) -> str:
+    """Return why an outcome is no stream, for the log."""
+    if isinstance(outcome, WorkerResponse):
+        return f"status {outcome.status}: {outcome.body[:500].decode(errors='replace')}"
+    return f"a {outcome.response.content_type} answer" if isinstance(outcome, WorkerStream) else outcome.message

@@ -1,7 +1,7 @@
-"""Merges prompt log probabilities, which prefill computes, into decode's answer, which the client gets. Pure.
+"""Merges what prefill computes of the prompt into decode's answer, which the client gets. Pure.
 
 Prefill's `meta_info.input_token_logprobs` and the other lists of `MERGED` replace empty lists in decode's answer to
-`/generate`, as in SGLang's router; also for batches and streams.
+`/generate`, as in SGLang's router; also for batches and streams. The first entry of `hidden_states` is the prompt's.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 MERGED = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
+HIDDEN = "hidden_states"
 EVENT_END = b"\n\n"
 DATA = b"data:"
 
@@ -97,4 +98,8 @@ def _merge(answer: Any, metas: Metas, index: int) -> bool:
         if isinstance(ours, list) and ours and meta.get(name) == []:
             meta[name] = ours
             changed = True
+    ours, theirs = metas[index].get(HIDDEN), meta.get(HIDDEN)
+    if isinstance(ours, list) and ours and isinstance(theirs, list) and theirs and theirs[0] == []:
+        theirs[0] = ours[0]
+        changed = True
     return changed

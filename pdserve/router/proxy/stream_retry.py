@@ -14,6 +14,7 @@ For streams of one sequence. Streams with `n` above 1, batches, streams with mer
 from __future__ import annotations
 
 import dataclasses
+import logging
 import random
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -40,11 +41,13 @@ from pdserve.http.access import (
 )
 from pdserve.http.error_forms import inner_error
 from pdserve.protocol.failure import RUNNING_TIMEOUT, Failure
-from pdserve.router.proxy.attempts import batch_size, num_sequences, wants_prompt_logprobs
+from pdserve.router.proxy.attempts import batch_size, merges_prefill, num_sequences
 from pdserve.router.workers.outcome import WORKER_FAILED, WorkerStream, worker_failed
 
 RETRYABLE_STATUSES = frozenset({502, 503, 504})
 """HTTP statuses in error events after which a stream is continued."""
+
+log = logging.getLogger(__name__)
 
 Body = dict[str, Any]
 Again = Callable[[Body, Failure], Awaitable[WorkerStream | None]]
@@ -70,7 +73,7 @@ def can_go_on(path: str, body: Body) -> bool:
     """Whether a request is for a stream of one sequence that another pair can continue."""
     is_ollama = path in (OLLAMA_CHAT_PATH, OLLAMA_GENERATE_PATH)
     streams = body.get("stream") in (None, True) if is_ollama else body.get("stream") is True
-    if not streams or num_sequences(body) != 1 or wants_prompt_logprobs(path, body):
+    if not streams or num_sequences(body) != 1 or merges_prefill(path, body):
         return False
     size = batch_size(path, body)
     if size is None and (is_ollama or path in (CHAT_PATH, GENERATE_PATH, MESSAGES_PATH)):
@@ -159,7 +162,10 @@ class StreamProgress:
         moved, self._moved = self._moved, None
         if moved is not None:
             self._num_left = max(1, self._num_left)  # a migration that fails costs the client no stream
-            if self._attach is not None and moved.num_tokens == len(self._token_ids) and self._head is not None:
+            num_tokens = len(self._token_ids)
+            if self._attach is not None and self._head is not None and num_tokens != moved.num_tokens:
+                log.warning("%s has %d tokens, the client's stream %d", moved.rid, moved.num_tokens, num_tokens)
+            elif self._attach is not None and self._head is not None:
                 upstream = await self._attach(self._resumed_body(moved.rid), moved)
                 if upstream is not None:
                     self._reset()

@@ -26,6 +26,11 @@ from pdserve.router.workers.workers import Registry, Worker
 INFO_TIMEOUT_S = 10.0
 GENERATE_TIMEOUT_S = 30.0
 MAX_EXTRA_S = 600.0
+UPDATE_TIMEOUT_S = 4000.0
+"""For a load, and the time that requests have to end by default."""
+UPDATE_FROM_DISK_PATH = "/update_weights_from_disk"
+UPDATES = (UPDATE_FROM_DISK_PATH, "/update_weight_version")
+"""Commands that change the weights of all workers, or their version."""
 
 
 class WorkerFanout:
@@ -124,10 +129,28 @@ class WorkerFanout:
         if not workers:
             return error_response(503, "no healthy worker", "no_worker", RETRY_AFTER)
         answers = await asyncio.gather(*(self._call(request, worker, body) for worker in workers))
-        statuses = _statuses(workers, answers)
-        worst = max(statuses.values())
-        said = {} if worst < 400 else {"error": _error_of(workers, answers, worst)}
-        return json_response({"success": worst < 400, "workers": statuses, **said}, status=worst)
+        return _answer_of_all(workers, answers)
+
+    async def update_weights(self, request: web.Request) -> web.Response:
+        """Change the weights of all healthy workers: all prepare them first, so that they change at about one time."""
+        try:
+            fields = orjson.loads(request[BODY])
+        except orjson.JSONDecodeError:
+            fields = None
+        if not isinstance(fields, dict):
+            return error_response(400, "the body must be a JSON object", "bad_request")
+        workers = self._alive()
+        if not workers:
+            return error_response(503, "no healthy worker", "no_worker", RETRY_AFTER)
+        drain_s = fields.get("drain_timeout_secs")
+        timeout_s = UPDATE_TIMEOUT_S + (drain_s if isinstance(drain_s, int | float) else 0)
+        if request.path == UPDATE_FROM_DISK_PATH:
+            body = orjson.dumps(fields | {"prepare_only": True})
+            prepared = await asyncio.gather(*(self._call(request, worker, body, timeout_s) for worker in workers))
+            if fields.get("prepare_only") or max(_statuses(workers, prepared).values()) >= 400:
+                return _answer_of_all(workers, prepared)
+        calls = (self._call(request, worker, request[BODY], timeout_s) for worker in workers)
+        return _answer_of_all(workers, await asyncio.gather(*calls))
 
     def _preferred(self) -> list[Worker]:
         """Return the usable workers, in the order in which they are tried for queries that any worker answers."""
@@ -172,6 +195,14 @@ class WorkerFanout:
                 )
         except (aiohttp.ClientError, OSError):
             return None
+
+
+def _answer_of_all(workers: Sequence[Worker], answers: Sequence[WorkerResponse | None]) -> web.Response:
+    """Return 200 if all workers answered so, else the highest status with its worker's error."""
+    statuses = _statuses(workers, answers)
+    worst = max(statuses.values())
+    said = {} if worst < 400 else {"error": _error_of(workers, answers, worst)}
+    return json_response({"success": worst < 400, "workers": statuses, **said}, status=worst)
 
 
 def _statuses(workers: Sequence[Worker], answers: Sequence[WorkerResponse | None]) -> dict[str, int]:

@@ -20,7 +20,7 @@ from pdserve.base.stream_state import STATE_HEADER
 from pdserve.http.credentials import authorization_of
 from pdserve.http.error_forms import inner_error
 from pdserve.http.worker_proof import WorkerProof
-from pdserve.protocol.failure import RUNNING_TIMEOUT, Failure
+from pdserve.protocol.failure import RUNNING_TIMEOUT, Failure, weights_mismatch
 from pdserve.router.config.config import RouterConfig
 from pdserve.router.workers.workers import Worker
 
@@ -50,6 +50,7 @@ FORWARDED_FOR = "X-Forwarded-For"
 KEEPALIVE_S = 2.0
 """Shorter than the 5 s after which uvicorn closes an idle connection, so that no closing connection is reused."""
 
+MISMATCH = weights_mismatch("").code
 WORKER_FAILED = "worker_failed"
 """Error code of streams that a worker began and did not end."""
 
@@ -326,6 +327,11 @@ def retryable(outcome: HalfOutcome) -> bool:
     if isinstance(outcome, WorkerResponse):
         return outcome.status in RETRYABLE_STATUSES and error_of(outcome.body)[0] != RUNNING_TIMEOUT
     return isinstance(outcome, ConnectionFailed)
+
+
+def weights_differ(outcome: HalfOutcome) -> bool:
+    """Whether the pair's servers have different weights, as while one after the other changes them."""
+    return isinstance(outcome, WorkerResponse) and outcome.status == 503 and error_of(outcome.body)[0] == MISMATCH
 
 
 def counts_as_failure(outcome: HalfOutcome) -> bool:

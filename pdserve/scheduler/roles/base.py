@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
 from pdserve.protocol.engine_state import WaitsFor
 from pdserve.protocol.failure import RUNNING_TIMEOUT, Failure
-from pdserve.protocol.messages import CommandReply, FinishReason, MigrationCommand, RequestTiming
+from pdserve.protocol.messages import CommandReply, FinishReason, GenerateRequest, MigrationCommand, RequestTiming
 from pdserve.scheduler.batch_planner import BatchPlanner
 from pdserve.scheduler.context import SchedulerContext
 from pdserve.scheduler.preemption import Preemption
@@ -55,10 +55,10 @@ STOPPED = Failure(code="stopped", message="the request was stopped", status=499)
 def can_recompute(failure: Failure) -> bool:
     """True when decode may compute the prompt of a request whose KV transfer ended with `failure`.
 
-    False for aborts, for bad requests, for servers whose configuration, tokenizer or LoRA adapters differ, and for
-    requests that a more urgent one displaced from prefill's queue.
+    False for aborts, for bad requests, for servers whose configuration, weights, tokenizer or LoRA adapters differ, and
+    for requests that a more urgent one displaced from prefill's queue.
     """
-    is_excluded = failure.code in ("prompt_mismatch", "lora_mismatch", EVICTED_CODE)
+    is_excluded = failure.code in ("prompt_mismatch", "lora_mismatch", "weights_mismatch", EVICTED_CODE)
     return failure.retryable and failure.status >= 500 and not is_excluded
 
 
@@ -137,6 +137,14 @@ class SchedulerRole(Protocol):
 
     def end(self, req: Req, failure: Failure | None, finish: FinishReason = STOP_STRING) -> None:
         """End a live request early: with a failure, or with `finish` when `failure` is None."""
+        ...
+
+    def withdraw_queued(self) -> list[GenerateRequest]:
+        """Forget the requests that have not started, without an output; returns them, oldest first.
+
+        Their rooms close unnoticed by the peer, which has heard nothing of them. Those that have brought KV stay, and
+        those whose peer has pages for them or writes to ours.
+        """
         ...
 
     @property
@@ -271,6 +279,21 @@ class BaseRole(abc.ABC):
         self._leave(req)
         finish = finish if failure is None else FinishReason.failed(failure)
         self._context.outbox.emit(req, (), finish, self._timing(req))
+
+    def withdraw_queued(self) -> list[GenerateRequest]:
+        """See `SchedulerRole.withdraw_queued`."""
+        found = [req for req in self.live.values() if self._may_withdraw(req) and not req.spec.probe]
+        for req in found:
+            self._leave(req)
+        return [req.spec for req in found]
+
+    def _may_withdraw(self, req: Req) -> bool:
+        """Whether the request has not started, has brought no KV, and no peer has heard of it."""
+        return self.is_queued(req) and req.saved is None and not req.is_incoming
+
+    @abc.abstractmethod
+    def is_queued(self, req: Req) -> bool:
+        """See `SchedulerRole.is_queued`."""
 
     @property
     def guests(self) -> Collection[str]:

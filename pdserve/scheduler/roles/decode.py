@@ -115,6 +115,7 @@ class DecodeRole(MixedBatchRole):
             if not self._context.memory.table.num_free:
                 raise NO_ROOM.error()
             self._kv.learn_sender(address, room.sender)
+        req.num_hidden = req.num_input_tokens  # prefill's answer has the hidden states of these tokens
         digest, logprob_params = prompt_digest(req.spec.given_ids, req.adapter_digest), req.spec.logprobs
         needs_transfer = logprob_params is not None and logprob_params.needs_transfer
         req.receiver = self._kv.open_receiver(room.room, address, digest, takes_logprobs=needs_transfer)
@@ -135,6 +136,10 @@ class DecodeRole(MixedBatchRole):
     def is_queued(self, req: Req) -> bool:
         """See `SchedulerRole.is_queued`."""
         return req.rid in self._prealloc
+
+    def _may_withdraw(self, req: Req) -> bool:
+        """See `BaseRole`. A failure that `poll` has not taken yet ends the request."""
+        return super()._may_withdraw(req) and req.receiver is not None and req.receiver.poll() is not KVPoll.FAILED
 
     def poll(self) -> None:
         """Publish pages where memory is free, take finished transfers, and give rows to waiting requests."""

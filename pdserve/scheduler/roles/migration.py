@@ -246,6 +246,8 @@ class OutgoingMigrations:
             return not_migratable(f"the request is {state}; only running and retracted requests move")
         if not req.output_ids:
             return not_migratable("the request has no output yet")
+        if req.spec.hidden is not None:
+            return not_migratable("the request returns hidden states")
         if command.room in self._by_room:
             return not_migratable("the migration's room is in use")
         return None

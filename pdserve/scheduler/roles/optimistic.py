@@ -160,7 +160,7 @@ class OptimisticPrefill:
         """
         if self._attempts.get(req.rid, 0) >= self._limits.attempts:
             return False
-        return req.spec.logprobs is None or req.spec.logprobs.prompt_from is None
+        return req.spec.hidden is None and (req.spec.logprobs is None or req.spec.logprobs.prompt_from is None)
 
     def _make_room(self) -> None:
         """Let early requests give way, the newest first, while the first waiting request finds too little memory.

@@ -94,6 +94,12 @@ class PrefillRole(BaseRole):
         """See `SchedulerRole.is_queued`."""
         return req.rid in self._bootstrap or req in self._waiting
 
+    def _may_withdraw(self, req: Req) -> bool:
+        """See `BaseRole`. Early prompts are computed again. The pages of a decode server are known to one room only."""
+        assert req.sender is not None
+        is_waiting = req.rid in self._bootstrap or req in self._optimistic
+        return is_waiting and req.sender.key is None and req.sender.poll() is KVPoll.BOOTSTRAPPING
+
     def poll(self) -> None:
         """Move requests whose bootstrap room is bound to waiting; end requests whose transfer has ended."""
         for room in self._kv.drain_state_changes(sending=True):
@@ -141,6 +147,8 @@ class PrefillRole(BaseRole):
             assert req.sender is not None and req.lease is not None
             if index in result.prompts:
                 self._send_logprobs(req, result.prompts[index])
+            if index in result.hidden:
+                self._context.outbox.emit_hidden(req, result.hidden[index])
             complete = self._batch_planner.prefilling.committed(req, row.end)
             is_early = req in self._optimistic
             if not complete:

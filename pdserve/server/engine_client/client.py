@@ -14,15 +14,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-
-import msgspec
+from collections.abc import Callable, Coroutine, Sequence
 
 from pdserve.errors import EngineDeadError, PdserveError, ProtocolError, RequestError
 from pdserve.observe.metrics import RequestListener, RequestMetrics
 from pdserve.protocol.channel import ApiChannel
 from pdserve.protocol.engine_state import EngineReady, EngineState, SchedulerHeartbeat
-from pdserve.protocol.failure import ABORTED_STATUS, CLIENT_ABORT, MIGRATED, Failure
+from pdserve.protocol.failure import ABORTED_STATUS, CLIENT_ABORT, MIGRATED, MIXED_WEIGHTS, Failure
 from pdserve.protocol.messages import (
     AbortRequest,
     Command,
@@ -37,9 +35,15 @@ from pdserve.protocol.messages import (
     ToApi,
     ToScheduler,
 )
-from pdserve.protocol.sampling import CoreSamplingParams
-from pdserve.server.engine_client.engine_queries import EngineQueries, Extracted, SchedulerWatchdog, log_startup
+from pdserve.server.engine_client.engine_queries import (
+    EngineQueries,
+    Extracted,
+    SchedulerWatchdog,
+    log_startup,
+    weights_of,
+)
 from pdserve.server.engine_client.live_requests import (
+    Detokenizers,
     NewPrefill,
     RequestState,
     RequestStates,
@@ -49,8 +53,8 @@ from pdserve.server.engine_client.live_requests import (
 from pdserve.server.engine_client.migration import IncomingRequests, MovedRequests
 from pdserve.server.generation import ATTACH_FIELD, Generation
 from pdserve.server.http.middleware import current_call
-from pdserve.server.text.detokenizer import Detokenizer, NoText, detokenize_output
-from pdserve.server.text.stop_regex import SLOW_LOOKS, Pattern, PatternThread
+from pdserve.server.text.detokenizer import detokenize_output
+from pdserve.server.text.stop_regex import SLOW_LOOKS
 from pdserve.server.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -86,9 +90,7 @@ class EngineClient:
         self._channel = channel
         self._new_prefill = new_prefill
         self._waiting = waiting
-        self._tokenizer = tokenizer
-        self._match_stops = match_stops
-        self._pattern_thread = PatternThread()
+        self._detokenizers = Detokenizers(tokenizer, match_stops=match_stops)
         self._stats = RequestStatsRecorder(metrics)
         self._live = RequestStates()
         self.incoming = IncomingRequests(lambda rid: self._send_soon(AbortRequest(rid=rid)))
@@ -97,6 +99,7 @@ class EngineClient:
         self._queries = EngineQueries(channel)
         self.watchdog = SchedulerWatchdog()
         self._ready = None if former is None else former.require_ready()
+        self._weights = None if self._ready is None else weights_of(self._ready)
         self._became_ready = asyncio.Event()
         if former is not None:
             self._queries.paused = former.paused
@@ -136,6 +139,11 @@ class EngineClient:
     def alive(self) -> bool:
         """False once the engine is dead or this client was stopped."""
         return self._dead is None
+
+    @property
+    def weight_version(self) -> str | None:
+        """Name of the version of the weights in use; None while the engine starts."""
+        return None if self._weights is None else self._weights[0]
 
     @property
     def engine_lost(self) -> bool:
@@ -196,7 +204,7 @@ class EngineClient:
         call = current_call()
         if client is None:
             client = "" if call is None else call.client
-        await self._add_detokenizers(states, client)
+        await self._detokenizers.add_to(states, client)
         prior_text = {
             state.index: await state.detokenizer.replay(state.request.prior_output_ids)
             for state in states
@@ -336,22 +344,6 @@ class EngineClient:
             self._drop(rid, "abort").generation.fail(error)
             self._send_soon(AbortRequest(rid=rid))
 
-    async def _add_detokenizers(self, states: Sequence[RequestState], client: str) -> None:
-        """Create a detokenizer for each sequence. A thread compiles the stop patterns."""
-        compiled: dict[str, Pattern] = {}
-        if self._match_stops and (patterns := {text for state in states for text in state.request.sampling.stop_regex}):
-            compiled = await self._pattern_thread.compile(patterns, client)
-        for state in states:
-            state.detokenizer = self._detokenizer(state.request.sampling, compiled)
-
-    def _detokenizer(self, sampling: CoreSamplingParams, compiled: Mapping[str, Pattern]) -> Detokenizer:
-        if not self._match_stops:
-            sampling = msgspec.structs.replace(sampling, stop=(), stop_regex=())
-        if self._tokenizer is None:
-            return Detokenizer(NoText(), sampling, compiled)
-        decoder = self._tokenizer.text_decoder(skip_special=sampling.skip_special_tokens)
-        return Detokenizer(decoder, sampling, compiled)
-
     def _close(self, generation: Generation) -> None:
         for rid in self._live.of(generation):
             self._drop(rid, "abort")
@@ -429,10 +421,15 @@ class EngineClient:
             case SchedulerHeartbeat():
                 self.watchdog.on_beat(message)
             case EngineReady():
-                self._ready = message
-                self.watchdog.begin()
-                self._became_ready.set()
-                log_startup(message)
+                self._take_ready(message)
+
+    def _take_ready(self, message: EngineReady) -> None:
+        """Take the facts of an engine that has started, changed its role, or changed its weights."""
+        self._ready, self._weights = message, weights_of(message)
+        self.watchdog.begin()
+        if not self._became_ready.is_set():
+            self._became_ready.set()
+            log_startup(message)
 
     def _on_output(self, output: EngineCoreOutput) -> None:
         if self._waiting is not None:
@@ -453,6 +450,9 @@ class EngineClient:
             return  # another server sends the rest
         if failure is not None and failure.status != ABORTED_STATUS:  # an aborted sequence keeps its text
             self._fail(sequence, failure)
+            return
+        if not sequence.generation.computed_with(self._weights) and output.token_ids:
+            self._fail(sequence, MIXED_WEIGHTS)
             return
         try:
             update = detokenize_output(

@@ -28,6 +28,7 @@ from pdserve.protocol.messages import (
     StateReply,
     SwitchRole,
 )
+from pdserve.server.generation import Weights
 
 log = logging.getLogger(__name__)
 
@@ -209,6 +210,11 @@ class EngineQueries:
         for flush in self._commands.values():
             if not flush.done():
                 flush.set_exception(error)
+
+
+def weights_of(ready: EngineReady) -> Weights:
+    """Return the weights that an engine computes with."""
+    return str(ready.facts.get("weight_version") or ""), str(ready.facts.get("weights_fingerprint") or "")
 
 
 def log_startup(ready: EngineReady) -> None:

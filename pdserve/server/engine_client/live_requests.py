@@ -28,9 +28,12 @@ from pdserve.protocol.messages import (
     RoomAddress,
     TokenLogprob,
 )
+from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.server.generation import Generation, GenerationUpdate, HeldUpdates
 from pdserve.server.http.middleware import HttpCall
-from pdserve.server.text.detokenizer import Detokenizer
+from pdserve.server.text.detokenizer import Detokenizer, NoText
+from pdserve.server.text.stop_regex import Pattern, PatternThread
+from pdserve.server.text.tokenizer import Tokenizer
 
 MAX_NEW_OF_CLIENT = 16
 """Maximum new addresses in the running requests of one client, and separately in its probes. 64 look-ups run at a
@@ -269,6 +272,11 @@ class RequestState(RequestRecord):
         """Hold back nothing unless the request is a stream."""
         self.held = HeldUpdates(self.request.sampling.stream_interval if self.request.stream else 1)
 
+    @property
+    def weight_version(self) -> str | None:
+        """Name of the version of the weights that computed the sequence; None before its first output."""
+        return None if self.generation.weights is None else self.generation.weights[0]
+
     def kv_parts(self) -> Iterator[KVPart]:
         """Yield the messages that carry `kv`."""
         for group, data in enumerate(self.kv or ()):
@@ -279,6 +287,33 @@ class RequestState(RequestRecord):
     def names(self) -> tuple[str, ...]:
         """The client's ids by which the sequence can be aborted: its own, and its batch's."""
         return (self.name,) if self.batch is None else (self.name, self.batch)
+
+
+class Detokenizers:
+    """Gives sequences their detokenizers. Without a `tokenizer` they have no text.
+
+    `match_stops` False: stop strings are not matched.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, *, match_stops: bool) -> None:
+        self._tokenizer, self._match_stops = tokenizer, match_stops
+        self._pattern_thread = PatternThread()
+
+    async def add_to(self, states: Sequence[RequestState], client: str) -> None:
+        """Create a detokenizer for each sequence. A thread compiles the stop patterns."""
+        compiled: dict[str, Pattern] = {}
+        if self._match_stops and (patterns := {text for state in states for text in state.request.sampling.stop_regex}):
+            compiled = await self._pattern_thread.compile(patterns, client)
+        for state in states:
+            state.detokenizer = self._make(state.request.sampling, compiled)
+
+    def _make(self, sampling: CoreSamplingParams, compiled: Mapping[str, Pattern]) -> Detokenizer:
+        if not self._match_stops:
+            sampling = msgspec.structs.replace(sampling, stop=(), stop_regex=())
+        if self._tokenizer is None:
+            return Detokenizer(NoText(), sampling, compiled)
+        decoder = self._tokenizer.text_decoder(skip_special=sampling.skip_special_tokens)
+        return Detokenizer(decoder, sampling, compiled)
 
 
 class RequestStates:

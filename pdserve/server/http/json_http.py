@@ -82,7 +82,7 @@ _UNKNOWN = re.compile(r"unknown field `(.*?)`")
 
 def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """Build a JSON response."""
-    data = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
+    data = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
     return Response(data, status_code=status, headers=headers, media_type="application/json")
 
 
@@ -211,7 +211,7 @@ class ClientGoneError(Exception):
 
 def event(value: Any) -> bytes:
     """Encode one server-sent event."""
-    return b"data: " + orjson.dumps(value) + b"\n\n"
+    return b"data: " + orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n\n"
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -61,7 +61,7 @@ async def ollama_version(context: ServerContext, _: Request) -> Response:
 
 
 def _entry(context: ServerContext, name: str) -> dict[str, Any]:
-    digest = f"{zlib.crc32(f'{name} {context.config.model.weight_version}'.encode()):08x}"
+    digest = f"{zlib.crc32(f'{name} {context.weight_version}'.encode()):08x}"
     entry = {"name": name, "model": name, "modified_at": _at(context), "size": 0, "digest": digest}
     return {**entry, "details": _details(context)}
 

@@ -15,7 +15,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from pdserve.base.stream_state import DONE
-from pdserve.errors import RequestError
+from pdserve.errors import PdserveError, RequestError
 from pdserve.observe.speculation import request_fields
 from pdserve.protocol.cached_tokens import CachedTokensDetails
 from pdserve.protocol.logprobs import PromptLogprobs
@@ -150,20 +150,26 @@ class GenerationCall(abc.ABC):
         earlier = None if self._resume is None or not self._resume.token_ids else self._resume.update("")
         states = StreamStates(request, self._head, num_sequences=len(self.states))
         self.states[0].has_resume_state = states.wanted
-        async with generation:
-            async for update in generation:
-                self.prompt_parts.setdefault(update.index, []).extend(update.prompt_parts)
-                if update.prompt_parts and not update.token_ids and update.finish is None:
-                    continue  # more parts of the prompt's log probabilities follow
-                if update.index not in seen:
-                    seen[update.index] = GenerationUpdate(update.index)
-                    for data in states.with_state(None, self.opening_events(update, seen)):
+        try:
+            async with generation:
+                async for update in generation:
+                    self.prompt_parts.setdefault(update.index, []).extend(update.prompt_parts)
+                    if update.prompt_parts and not update.token_ids and update.finish is None:
+                        continue  # more parts of the prompt's log probabilities follow
+                    if update.index not in seen:
+                        seen[update.index] = GenerationUpdate(update.index)
+                        for data in states.with_state(None, self.opening_events(update, seen)):
+                            yield data
+                    if earlier is not None:
+                        update.take_cached(earlier)
+                    _count(seen[update.index], update)
+                    for data in states.with_state(update, list(self.events(update, seen))):
                         yield data
-                if earlier is not None:
-                    update.take_cached(earlier)
-                _count(seen[update.index], update)
-                for data in states.with_state(update, list(self.events(update, seen))):
-                    yield data
+        except PdserveError:
+            rest = states.rest()
+            if rest:
+                yield rest
+            raise
 
     def _seen_elsewhere(self, generation: Generation) -> dict[int, GenerationUpdate]:
         """The output of a resumed stream that another server has sent, by sequence; empty for a new stream."""
@@ -253,7 +259,7 @@ class OpenAICall(GenerationCall):
         extra = self._extra(updates) | self._sglext(updates)
         if self.prompt_logprobs_of_body:
             extra |= self.prompt_logprobs(0)
-        metadata = {"weight_version": self.context.config.model.weight_version}
+        metadata = {"weight_version": self.states[0].weight_version or self.context.weight_version}
         answer = {**self._head, "object": self.object_name, "choices": choices, "usage": self._usage(updates)}
         return {**answer, "metadata": metadata, **extra}
 

@@ -47,22 +47,22 @@ async def version(_: ServerContext, __: Request) -> Response:
 
 
 async def weight_version(context: ServerContext, _: Request) -> Response:
-    """Return the weight version. There is one version, the loaded weights."""
+    """Return the name of the version of the weights in use."""
     context.client.require_ready()
-    return json_response({"weight_version": context.config.model.weight_version})
+    return json_response({"weight_version": context.weight_version})
 
 
 def _model_facts(context: ServerContext) -> dict[str, Any]:
     config, ready = context.config.model, context.client.ready
     return {
-        "model_path": config.model_path,
+        "model_path": context.weights_path,
         "served_model_name": context.model_name,
         "tokenizer_path": config.tokenizer_path or config.model_path,
         "is_generation": True,
         "preferred_sampling_params": None,
         "has_image_understanding": False,
         "has_audio_understanding": False,
-        "weight_version": config.weight_version,
+        "weight_version": context.weight_version,
         "model_type": ready.model_type if ready else None,
         "architectures": ready.architectures if ready else None,
         "vocab_size": ready.vocab_size if ready else None,
@@ -118,7 +118,7 @@ def _sglang_facts(context: ServerContext) -> dict[str, Any]:
         "max_req_input_len": limits.most_prompt_tokens if limits else None,
         "context_length": ready.context_length if ready else context.config.model.context_length,
         "skip_tokenizer_init": context.tokenizer is None,
-        "is_embedding": False,
+        "is_embedding": context.config.embedding.is_embedding,
         "stream_interval": 1,
         "lora_paths": context.adapters or None,
         "kv_events": _kv_events(context),

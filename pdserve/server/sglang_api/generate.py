@@ -49,6 +49,7 @@ from pdserve.server.request.intake import (
 )
 from pdserve.server.request.sampling_fields import NativeNames, RequestLimits, check_listed, count_n, native_sampling
 from pdserve.server.request.schemas import UNSUPPORTED_NATIVE, GenerateBody, NativeSampling
+from pdserve.server.sglang_api.hidden_states import hidden_states, with_hidden_states
 
 MAX_TOKEN_IDS = 1024
 """Maximum number of ids in `token_ids_logprob` of a prompt."""
@@ -134,7 +135,7 @@ class GenerateCall:
             if self.body.stream and self.context.mode != "prefill":
                 return await stream_response(request, self._events(request, generation))
             updates = await until_disconnect(request, collect(generation, len(self.states), self.before(generation)))
-            if sum(part.num_tokens for update in updates for part in update.prompt_parts) > LARGE:
+            if sum(update.num_part_tokens for update in updates) > LARGE:
                 return await asyncio.to_thread(self._whole, updates)
             return self._whole(updates)
 
@@ -208,7 +209,7 @@ class GenerateCall:
             "prompt_tokens": len(request.input_ids),
             "completion_tokens": len(total.token_ids),
             "cached_tokens": total.cached_tokens,
-            "weight_version": self.context.config.model.weight_version,
+            "weight_version": state.weight_version or self.context.weight_version,
             "e2e_latency": time.monotonic() - self.started_s,
             "timing": msgspec.to_builtins(total.timing) if total.timing is not None else {},
         }
@@ -218,6 +219,8 @@ class GenerateCall:
         meta |= request_fields(total.speculation)
         if request.logprobs is not None:
             meta |= input_logprobs | self._format(request.logprobs).output(shown, request.logprobs.token_ids)
+        if request.hidden is not None and total.finish is not None:
+            meta["hidden_states"] = hidden_states(request, total.hidden_parts, len(total.token_ids))
         result: dict[str, Any] = {"text": shown.text, "output_ids": shown.token_ids, "meta_info": meta}
         if self.body.return_prompt_token_ids:
             result["prompt_token_ids"] = request.input_ids
@@ -353,6 +356,7 @@ async def prepare_generate(context: ServerContext, raw: dict[str, Any], started_
     ]  # fmt: skip
     if body.pdserve_resume is not None:
         body.rid = body.rid or body.pdserve_resume.head.id
+    prompt_requests = with_hidden_states(context, body, prompt_requests, n, listed=listed)
     with NativeNames(field, "sampling_params").inside():
         states = context.make_requests(prompt_requests, n, body, field, stream=bool(body.stream))
     repeats = not context.config.serving.incremental_streaming_output

@@ -87,9 +87,13 @@ async def take_snapshot(context: ServerContext, state: RequestState, *, with_kv:
     Without `keep` the sequence ends as `suspended`. Then it must not be cancelled: it returns the only copy.
 
     Raises:
-        RequestError: 404, the sequence has ended; 409, another snapshot of it is being taken.
+        RequestError: 404, the sequence has ended; 409, another snapshot of it is being taken; 400, it returns hidden
+            states.
         EngineDeadError: the engine is dead.
     """
+    if state.request.hidden is not None:
+        message = f"request {state.name!r} returns hidden states, which a snapshot does not have"
+        raise RequestError(message, field="rid", code="unsupported")
     extracted = await context.client.extract(state.request.rid, with_kv=with_kv, keep=keep)
     if state.outcome not in ("", "suspended"):  # a stop string in the text of its last tokens
         raise RequestError(f"request {state.name!r} has ended", field="rid", status=404, code="not_live")

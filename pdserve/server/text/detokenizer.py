@@ -273,6 +273,8 @@ def detokenize_output(
     update.finish, update.timing, update.cached_details = output.finish, output.timing, output.cached_details
     if output.prompt_logprobs is not None:
         update.prompt_parts.append(output.prompt_logprobs)
+    if output.hidden is not None:
+        update.hidden_parts.append(output.hidden)
     hidden = _hidden_stop_token(output, keep=keep_stop)
     last = len(output.token_ids) - 1
     for position, token_id in enumerate(output.token_ids):

@@ -129,10 +129,10 @@ def test_how_the_halves_of_a_request_meet_is_checked(words: str, field: str) -> 
 
 
 def test_several_prefill_servers_are_named_and_their_key_is_never_shown() -> None:
-    words = "--disaggregation-prefill http://a:1 https://[::1]:2/ --disaggregation-prefill-api-key hidden"
+    words = "--disaggregation-prefill http://a:1 https://[::1]:2/ --disaggregation-prefill-api-key concealed"
     config = parse_server_args([*MODEL, *words.split()])
     assert config.pairing.prefill_urls == ("http://a:1", "https://[::1]:2")
-    assert "hidden" not in repr(config)
+    assert "concealed" not in repr(config)
     assert len(list(config.pairing.notes("prefill"))) == 2 and not list(config.pairing.notes("decode"))
 
 

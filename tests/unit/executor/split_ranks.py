@@ -14,9 +14,10 @@ from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, Serve
 from pdserve.config.schedule_group import ScheduleConfig
 from pdserve.errors import RankError
 from pdserve.executor.factory import LoadedEngine, build_executor
-from pdserve.executor.input_batch import read_plan
+from pdserve.executor.input_batch import MIN_TOKENS, cut_plan, read_plan
 from pdserve.executor.interface import BatchPlan, BatchRow, SampledToken, StepHandle, run
-from pdserve.executor.model_runner import MIN_TOKENS, ModelRunner, cut_plan
+from pdserve.executor.model_runner import ModelRunner
+from pdserve.executor.token_outputs import TokenOutputParams
 from pdserve.memory.kv_memory import PageTable
 from pdserve.model.attention.interface import Heads, StepAttention
 from pdserve.model.attention.page_gather import KVPool
@@ -202,7 +203,7 @@ def marked(parallel: Parallel, path: Path) -> tuple[int, int, list[tuple[int, in
             batches,
             tokens,
             lambda layer: marks.append((layer, attention.written.count(layer))),
-            (None,) * len(batches),
+            (TokenOutputParams(),) * len(batches),
         )
     assert (logits is not None) == stage.is_sampler
     return len(batches), model.num_layers, marks

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from pdserve.base.parallel import ParallelShape
 from pdserve.errors import ConfigError, ModelError
+from pdserve.executor.input_batch import cut_plan
 from pdserve.executor.interface import BatchPlan, BatchRow
-from pdserve.executor.model_runner import cut_plan
 from pdserve.model.config import kv_layout
 from pdserve.model.loader import read_spec
 from pdserve.model.parallel import SingleRank

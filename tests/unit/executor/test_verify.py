@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from pdserve.executor.graphs import is_decode
-from pdserve.executor.input_batch import read_plan, sampled_rows
+from pdserve.executor.input_batch import cut_plan, read_plan, sampled_rows
 from pdserve.executor.interface import BatchPlan, BatchRow, SampledToken
-from pdserve.executor.model_runner import cut_plan
 from pdserve.executor.verify import PendingRows, StepDrafts, num_accepted, shorten, take_apart
 from pdserve.memory.kv_memory import PageTable
 from pdserve.model.native.decoder import FEW_SAMPLES, NativeDecoder

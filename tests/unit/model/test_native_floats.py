@@ -28,10 +28,10 @@ def weights(format: GroupFormat, num_out: int, num_in: int, seed: int = 0) -> Qu
         values = torch.randint(0, 16, (num_out, num_in), dtype=torch.uint8)
         exponents = torch.randint(-20, 4, (num_out, groups))
         exponents[0], exponents[-1] = -125, 20
-        return QuantizedWeight(values, torch.ldexp(torch.ones(1), exponents), None, group_of, 4, is_float=True)
+        return QuantizedWeight(values, torch.exp2(exponents.float()), None, group_of, 4, is_float=True)
     values = torch.randint(0, 254, (num_out, num_in), dtype=torch.uint8)
     values += (values >= 127).to(torch.uint8)
-    scale = torch.rand(num_out, groups) * torch.ldexp(torch.ones(1), torch.randint(-20, 4, (num_out, groups)))
+    scale = torch.rand(num_out, groups) * torch.exp2(torch.randint(-20, 4, (num_out, groups)).float())
     return QuantizedWeight(values, scale, None, group_of, 8, is_float=True)
 
 

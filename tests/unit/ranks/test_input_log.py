@@ -6,12 +6,14 @@ import dataclasses
 from collections import deque
 from typing import get_args
 
+import numpy as np
 import pytest
 
 from pdserve.base.clock import ManualClock
 from pdserve.base.mailbox import Mailbox, Woken
 from pdserve.errors import RankError
 from pdserve.executor.interface import StepResult
+from pdserve.protocol.hidden_states import HiddenStates
 from pdserve.protocol.messages import AbortRequest, FlushCache, GenerateRequest, StateQuery, StopProfile
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.ranks.consensus import Reduction
@@ -65,6 +67,15 @@ def test_all_ranks_have_the_same_time_and_it_moves_with_what_is_said(logs: Logs)
     assert logs.follower.step_ended(StepResult(3, ())) == result and logs.follower.now() == 7.0
     assert logs.follower.answer(lambda: False), "the leader's answer"
     assert not logs.said
+
+
+def test_followers_learn_which_hidden_states_were_computed_but_not_their_values(logs: Logs) -> None:
+    states = HiddenStates.pack(4, 2, np.ones((2, 8), dtype=np.float32))
+    result = StepResult(3, (None,), hidden={0: states})
+    assert logs.leader.step_ended(result) is result
+    followed = logs.follower.step_ended(StepResult(3, ())).hidden[0]
+    assert (followed.start, followed.end, followed.values) == (4, 6, b"")
+    assert list(followed.parts(1)) == [followed]
 
 
 def test_a_follower_that_is_elsewhere_says_so(logs: Logs) -> None:

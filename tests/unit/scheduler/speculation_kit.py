@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pdserve.executor.interface import BatchPlan, BatchRow, HostPages, SampledToken, StepHandle, StepResult
 from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layout import PageSpace
+from pdserve.protocol.hidden_states import HiddenParams
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.messages import SpeculationStats
 from pdserve.protocol.sampling import CoreSamplingParams
@@ -55,6 +56,7 @@ class TextExecutor(CountingExecutor):
         sampling: CoreSamplingParams,
         logprobs: Logprobs | None,
         draft_hidden: bytes = b"",
+        hidden: HiddenParams | None = None,
     ) -> None:
         self._rows[row] = num_prompt_tokens, len(token_ids)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -16,6 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from pdserve.config.access_group import AccessConfig
+from pdserve.config.embedding_group import EmbeddingConfig
 from pdserve.config.groups import (
     DisaggConfig,
     DisaggMode,
@@ -35,8 +36,10 @@ from pdserve.grammar.vocabulary import Vocabulary
 from pdserve.observe.metrics import ServerMetrics
 from pdserve.protocol.cached_tokens import CachedTokensDetails
 from pdserve.protocol.channel import MemoryApiChannel, memory_channel_pair
+from pdserve.protocol.engine_memory import GetWeights, MemoryCommand, ReleaseMemory, ResumeMemory
 from pdserve.protocol.engine_state import EngineReady, EngineState, PeerLoad, WaitsFor
 from pdserve.protocol.failure import Failure
+from pdserve.protocol.hidden_states import HiddenStates, Pooling
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.messages import (
     AbortRequest,
@@ -70,6 +73,16 @@ from pdserve.protocol.messages import (
     TokenLogprob,
     UnloadLora,
 )
+from pdserve.protocol.weights import (
+    EndWeightsUpdate,
+    HoldRequests,
+    InstallWeights,
+    JoinGroup,
+    LeaveGroup,
+    PrepareTensors,
+    PrepareWeights,
+    WeightsCommand,
+)
 from pdserve.server.app import create_app, make_metrics
 from pdserve.server.engine_client.client import EngineClient
 from pdserve.server.engine_client.live_requests import NewPrefill, WaitingRequests
@@ -78,6 +91,7 @@ from pdserve.server.text.tokenizer import Tokenizer
 from tests.waiting import until
 
 OPEN = AccessConfig()
+NO_EMBEDDING = EmbeddingConfig()
 NO_LORA = LoraConfig()
 NO_PAIRING = PairingConfig()
 EOS = 0
@@ -142,8 +156,9 @@ class ScriptedScheduler:
     `hold` keeps requests open after their tokens. All seen messages are in `requests` and `aborts`.
     """
 
-    def __init__(self, channel: Any) -> None:
+    def __init__(self, channel: Any, pooling: Pooling | None = None) -> None:
         self._channel = channel
+        self.pooling = pooling
         self.script: Callable[[GenerateRequest], list[int] | FinishReason] = lambda request: [73, 74]
         self.hold = False
         self.silent_queries = False
@@ -160,6 +175,12 @@ class ScriptedScheduler:
         self.timing = RequestTiming(queue_s=0.5, kv_bytes=1024, kv_pages=2)
         self.logprob: Callable[[int], float] = lambda token_id: -0.25
         """Log probability of an output token."""
+        self.first_hidden = 0
+        """Position of the first hidden state that is sent."""
+        self.picked: Callable[[GenerateRequest], list[float]] = lambda request: (
+            [] if request.logprobs is None else [-0.75] * len(request.logprobs.token_ids)
+        )
+        """Log probabilities of the `token_ids` that a request asks for."""
         self.speculation: SpeculationStats | None = None
         """Sent with the last output of each request."""
         self.counters: dict[str, float] = {}
@@ -171,6 +192,10 @@ class ScriptedScheduler:
         self.on_migration: Callable[[MigrationCommand], CommandReply] = lambda command: CommandReply(
             query_id=command.query_id, ok=False, message="refused"
         )
+        self.on_weights: Callable[[WeightsCommand | MemoryCommand], CommandReply] = lambda command: CommandReply(
+            query_id=command.query_id, ok=True, message="ok"
+        )
+        """Answers commands about weights and memory."""
         self.switches: list[SwitchRole] = []
         self.on_switch: Callable[[SwitchRole], str | None] | None = lambda command: None
         """Why the scheduler keeps its role, None: it takes the new one. None instead of a function: it does not answer.
@@ -230,6 +255,20 @@ class ScriptedScheduler:
                 case MigrateOut() | EndMigration() | SendPrefix():
                     self.commands.append(message)
                     self._channel.send(self.on_migration(message))
+                case (
+                    GetWeights()
+                    | ReleaseMemory()
+                    | ResumeMemory()
+                    | PrepareWeights()
+                    | PrepareTensors()
+                    | JoinGroup()
+                    | LeaveGroup()
+                    | HoldRequests()
+                    | InstallWeights()
+                    | EndWeightsUpdate()
+                ):
+                    self.commands.append(message)
+                    self._channel.send(self.on_weights(message))
                 case ExtractRequest():
                     self._extract(message)
                 case KVPart():
@@ -248,6 +287,8 @@ class ScriptedScheduler:
             max_total_tokens=1024,
             eos_token_ids=[EOS],
             facts={"dtype": "float32", "weights_fingerprint": "w", "layout_fingerprint": "l", "page_tokens": 4},
+            hidden_size=4,
+            pooling=self.pooling,
         )
 
     def _switch(self, command: SwitchRole) -> None:
@@ -331,6 +372,9 @@ class ScriptedScheduler:
         ):
             for part in prompt_logprobs(request, logprob_params).parts(64):
                 self._send(EngineCoreOutput(rid=request.rid, token_ids=[], prompt_logprobs=part))
+        num_output = min(len(script), request.sampling.max_new_tokens)
+        for states in _hidden_states(request, num_output, self.first_hidden):
+            self._send(EngineCoreOutput(rid=request.rid, token_ids=[], hidden=states))
         num_prior = len(request.prior_output_ids)
         script, limit = script[num_prior:], request.sampling.max_new_tokens - num_prior
         if limit == 0:
@@ -363,7 +407,7 @@ class ScriptedScheduler:
         logprob_params = request.logprobs
         if logprob_params is not None and logprob_params.output:
             tops = [(token, -0.5) for token in range(2, 2 + logprob_params.top)]
-            picked = [-0.75] * len(logprob_params.token_ids)
+            picked = self.picked(request)
             logprobs = [TokenLogprob(self.logprob(token_id), tops, picked) for token_id in tokens]
         return EngineCoreOutput(
             rid=request.rid,
@@ -376,6 +420,17 @@ class ScriptedScheduler:
             timing=timing,
             speculation=None if finish is None else self.speculation,
         )
+
+
+def _hidden_states(request: GenerateRequest, num_output: int, first: int) -> Iterator[HiddenStates]:
+    """Made up: those of position p are p, 1, 0, 0; in parts of three tokens, from position `first` on."""
+    if request.hidden is None:
+        return
+    start, end = max(first, request.hidden.start), len(request.input_ids) + max(0, num_output - 1)
+    for first in range(start, end, 3):
+        some = range(first, min(first + 3, end))
+        rows = np.array([[position, 1, 0, 0] for position in some], dtype=np.float32)
+        yield HiddenStates.pack(first, len(some), rows.sum(0, keepdims=True) if request.hidden.pooled else rows)
 
 
 class CompileHere:
@@ -425,6 +480,7 @@ def make_config(
     bootstrap_port: int | None = None,
     schedule: ScheduleConfig | None = None,
     lora: LoraConfig = NO_LORA,
+    embedding: EmbeddingConfig = NO_EMBEDDING,
     pairing: PairingConfig = NO_PAIRING,
     load_failure_policy: LoadFailurePolicy = "fail",
     **serving: Any,
@@ -433,6 +489,7 @@ def make_config(
         access=access,
         schedule=schedule or ScheduleConfig(),
         lora=lora,
+        embedding=embedding,
         pairing=pairing,
         observe=ObserveConfig(**(observe or {})),
         model=ModelConfig(model_path="/models/tiny", served_model_name="tiny"),
@@ -462,6 +519,7 @@ async def bench(
     control_token: str = "",
     schedule: ScheduleConfig | None = None,
     lora: LoraConfig = NO_LORA,
+    embedding: EmbeddingConfig = NO_EMBEDDING,
     pairing: PairingConfig = NO_PAIRING,
     load_failure_policy: LoadFailurePolicy = "fail",
     **serving: Any,
@@ -476,12 +534,13 @@ async def bench(
         bootstrap_port=bootstrap_port,
         schedule=schedule,
         lora=lora,
+        embedding=embedding,
         pairing=pairing,
         load_failure_policy=load_failure_policy,
         **serving,
     )
     api, low = memory_channel_pair()
-    scheduler = ScriptedScheduler(low)
+    scheduler = ScriptedScheduler(low, Pooling() if config.embedding.is_embedding else None)
     metrics = make_metrics(config)
     waiting = WaitingRequests.of(config)
     assert waiting is not None

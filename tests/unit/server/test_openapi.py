@@ -119,6 +119,10 @@ async def test_every_query_says_what_it_may_be_and_nothing_else_is_read(tokenize
             for text in ("x", "0", str(most + 1)):
                 answer = await b.http.get(f"{path}?{name}={text}", headers={"anthropic-version": "2023-06-01"})
                 assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+        for method in ("get", "post"):
+            assert found.pop(("/get_weights_by_name", method, "name")) == {"type": "string"}
+            size = found.pop(("/get_weights_by_name", method, "truncate_size"))
+            assert size == {"type": "integer", "minimum": 1}
         for name in ("after_id", "before_id"):
             assert found.pop(("/v1/models", "get", name)) == {"type": "string"}
         assert found.keys() == {
@@ -132,6 +136,7 @@ async def test_every_query_says_what_it_may_be_and_nothing_else_is_read(tokenize
             assert (await b.http.request(method, f"{path}?{name}=0")).status_code == 200
     sources = "".join(path.read_text() for path in Path(pdserve.server.__file__).parent.rglob("*.py"))
     assert set(re.findall(r"query_params\W+get\(\"(\w+)", sources)) == {name for _, _, name in found} | {
+        "truncate_size",
         "nonce",
         "kv",
         "lines",

@@ -12,10 +12,11 @@ import pytest
 from pdserve.base.stream_state import MARK, RESUME_FIELD, STATE_HEADER, split_event
 from pdserve.protocol.cached_tokens import CachedTokensDetails
 from pdserve.protocol.failure import Failure
-from pdserve.router.proxy.stream_retry import StreamProgress, stream_form
+from pdserve.router.proxy.stream_retry import MIGRATED, Moved, StreamProgress, stream_form
 from pdserve.router.workers.outcome import WORKER_FAILED
 from pdserve.server.engine_client import client as engine_client
 from pdserve.server.generation import Generation, GenerationUpdate
+from pdserve.server.sglang_api.migrate import MigratedError
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.chat_kit import ASK, HERMES, NOW, WEATHER, long_context
 from tests.unit.server.server_kit import VOCAB, Bench, bench, token_ids
@@ -95,6 +96,50 @@ def test_a_stream_goes_on_where_it_broke_off(
 
 
 @pytest.mark.parametrize("name", CALLS)
+def test_a_moved_stream_tells_of_tokens_whose_text_is_held_back(
+    name: str, tokenizer: Tokenizer, long_context: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So its reader goes on where the request does, and nothing is computed again."""
+    path, text, body = CALLS[name]
+    monkeypatch.setattr(engine_client, "Generation", Unmerged)
+    ids = token_ids(tokenizer, text)
+    most = 14 if text == TEXT else len(ids)  # before a stop string, and all limits of tokens
+
+    async def no_other(resumed: dict[str, Any], error: Exception) -> None:
+        raise AssertionError("the stream is computed again")
+
+    async def scenario(b: Bench, cut: int) -> None:
+        attached: list[dict[str, Any]] = []
+
+        async def attach(resumed: dict[str, Any], moved: Moved) -> None:
+            attached.append(resumed)
+
+        b.scheduler.script = lambda request: ids[:cut]
+        Unmerged.num_tokens = 0
+        asking = asyncio.create_task(told(b, path, body))
+        async with asyncio.timeout(10):
+            while Unmerged.num_tokens < cut:
+                await asyncio.sleep(0)
+        b.client.hand_over(b.scheduler.requests[-1].rid, MigratedError("http://d", "m1", cut))
+        form = stream_form(path)
+        stream = StreamProgress(body, 1, no_other, attach, form)
+        for event in await asking:
+            stream.feed(event + form.end)
+        assert stream.failure is not None and stream.failure.code == MIGRATED
+        with pytest.raises(AssertionError, match="computed again"):
+            await stream.go_on(stream.failure)  # the other worker does not answer
+        assert [it[RESUME_FIELD]["token_ids"] for it in attached] == [ids[:cut]], cut
+
+    async def scenarios() -> None:
+        async with bench(tokenizer, **PARSERS) as b:
+            b.scheduler.hold = True
+            for cut in range(most // 3, most, max(1, most // 12)):
+                await scenario(b, cut)
+
+    asyncio.run(scenarios())
+
+
+@pytest.mark.parametrize("name", CALLS)
 def test_a_prefill_server_answers_its_part_of_a_resumed_stream(
     name: str, tokenizer: Tokenizer, long_context: None
 ) -> None:
@@ -146,9 +191,13 @@ def test_what_cannot_be_gone_on_with_is_refused(
 class Unmerged(Generation):
     """An event for each output, however fast they come."""
 
+    num_tokens = 0
+    """Tokens of all updates so far."""
+
     def put(self, update: GenerationUpdate) -> None:
         """See `Generation`."""
         self._unfinished -= update.finish is not None
+        Unmerged.num_tokens += len(update.token_ids)
         self._pending[next(_numbers)] = update
         self._news.set()
 
@@ -183,7 +232,7 @@ async def told(b: Bench, path: str, body: dict[str, Any]) -> list[bytes]:
     answer = await b.http.post(path, json={**body, "stream": True}, headers={STATE_HEADER: "1"})
     assert answer.status_code == 200, answer.text
     events = events_of(path, answer.content)
-    assert all(event.startswith(MARK) for event in events[:-1])
+    assert all(event.startswith(MARK) for event in events[:-1] if b'"migrated"' not in event)
     return events
 
 

@@ -1,0 +1,132 @@
+"""Weights changed from disk under load: each answer comes wholly from one version's weights, and names it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from tests.e2e.harness import assert_idle, running_monolith, running_pair, until
+from tests.model_families import prompts_of
+from tests.reference import load_reference, reference_greedy
+from tests.tiny import make_tiny
+
+NUM_NEW = 12
+PROMPTS = prompts_of((7, 40, 90, 23))
+FLAGS = ("--dtype", "float32", "--max-total-tokens", "8192", "--served-model-name", "tiny")
+SAMPLING = {"temperature": 0, "max_new_tokens": NUM_NEW, "ignore_eos": True}
+
+
+class Models:
+    """Two checkpoints of one model, and what each of them generates."""
+
+    def __init__(self, root: Path) -> None:
+        self.paths = [make_tiny("qwen3", root / name, seed=seed, eos_token_id=None) for seed, name in enumerate("ab")]
+        references = [load_reference(path) for path in self.paths]
+        self.tokens = [[reference_greedy(model, prompt, NUM_NEW) for prompt in PROMPTS] for model in references]
+        assert self.tokens[0] != self.tokens[1]
+
+
+class Load:
+    """Clients that ask the same prompts until they are stopped, and all answers: prompt, version, tokens."""
+
+    def __init__(self, url: str, num_clients: int) -> None:
+        self.answers: list[tuple[int, str, list[int]]] = []
+        self.failures: list[str] = []
+        self._url, self._stop = url, threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=(number,)) for number in range(num_clients)]
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(120)
+
+    def await_version(self, version: str) -> None:
+        """Until each client may have had an answer of this version."""
+
+        def is_answered() -> bool:
+            return bool(self.failures) or sum(one[1] == version for one in self.answers) >= len(self._threads)
+
+        until(is_answered, 60.0, f"answers of {version}")
+
+    def _ask(self, number: int) -> None:
+        while not self._stop.is_set():
+            index = number = (number + 1) % len(PROMPTS)
+            body = {"input_ids": PROMPTS[index], "sampling_params": SAMPLING}
+            answer = requests.post(f"{self._url}/generate", json=body, timeout=120)
+            if answer.status_code != 200:
+                self.failures.append(answer.text)
+                continue
+            found = answer.json()
+            self.answers.append((index, found["meta_info"]["weight_version"], found["output_ids"]))
+
+
+def update(url: str, path: Path, version: str, **fields: Any) -> requests.Response:
+    body = {"model_path": str(path), "weight_version": version, **fields}
+    return requests.post(f"{url}/update_weights_from_disk", json=body, timeout=240)
+
+
+def check(models: Models, answers: Sequence[tuple[int, str, list[int]]], first: str) -> set[str]:
+    """Every answer is that of its version's model; returns the versions."""
+    for index, version, tokens in answers:
+        model = 0 if version == first else int(version.partition("-")[2])
+        assert tokens == models.tokens[model][index], (index, version)
+    return {version for _, version, _ in answers}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("weights"))
+
+
+def run_updates(models: Models, url: str, change: Callable[[Path, str], None], *, num_clients: int = 4) -> set[str]:
+    """Change to the other weights and back under load, and once to a model that does not fit."""
+    with Load(url, num_clients) as load:
+        load.await_version("first")
+        for step, number in enumerate((1, 0, 1)):
+            change(models.paths[number], f"v{step}-{number}")
+            load.await_version(f"v{step}-{number}")
+    assert not load.failures, load.failures[0]
+    return check(models, load.answers, "first")
+
+
+def test_a_monolith_changes_its_weights_under_load(models: Models) -> None:
+    with running_monolith(str(models.paths[0]), *FLAGS, "--weight-version", "first") as server:
+
+        def change(path: Path, version: str) -> None:
+            answer = update(server.url, path, version)
+            assert answer.status_code == 200 and answer.json()["weight_version"] == version, answer.text
+            info = requests.get(f"{server.url}/get_model_info", timeout=60).json()
+            assert (info["weight_version"], info["model_path"]) == (version, str(path))
+
+        assert len(run_updates(models, server.url, change)) == 4
+        assert_idle(server)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["through the router", "by hand"])
+def test_a_pair_changes_its_weights_under_load(models: Models, how: str) -> None:
+    """The clients notice nothing: the router asks again while the two servers differ."""
+    with running_pair(str(models.paths[0]), *FLAGS, "--weight-version", "first") as pair:
+
+        def change(path: Path, version: str) -> None:
+            for server in [pair.router] if how == "through the router" else pair.workers:
+                answer = update(server.url, path, version)
+                assert answer.status_code == 200, answer.text
+            for server in pair.workers:
+                info = requests.get(f"{server.url}/get_model_info", timeout=60).json()
+                assert (info["weight_version"], info["model_path"]) == (version, str(path))
+
+        assert len(run_updates(models, pair.url, change)) == 4
+        answer = update(pair.url, models.paths[0].parent / "nowhere", "v")
+        assert answer.status_code == 400 and "there is no model at" in answer.text
+        assert_idle(*pair.workers)

@@ -1,0 +1,119 @@
+"""Other weights in an executor: they compute what a fresh executor computes, and a failure leaves the present ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from pdserve.errors import ModelError
+from pdserve.executor.weights import TensorInMemory, WeightsSource
+from tests.driver import Driver, build, random_prompt
+from tests.tiny import VOCAB_SIZE, make_tiny
+
+PROMPT = random_prompt(40, VOCAB_SIZE)
+NUM_NEW = 12
+
+
+def tokens(driver: Driver) -> list[int]:
+    return driver.generate([PROMPT], NUM_NEW)[0]
+
+
+def swap(driver: Driver, source: WeightsSource) -> None:
+    weights = driver.built.weights
+    assert weights is not None
+    weights.install(weights.prepare(source).result(timeout=60))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("weights")
+    return make_tiny("qwen3", root / "a", seed=1), make_tiny("qwen3", root / "b", seed=2)
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_an_executor_computes_with_the_other_weights_and_back(
+    pair: tuple[Path, Path], kernels: Literal["native", "torch"]
+) -> None:
+    expected = [tokens(Driver(build(path, cpu_kernels=kernels, dtype="bfloat16"))) for path in pair]
+    assert expected[0] != expected[1]
+    driver = Driver(build(pair[0], cpu_kernels=kernels, dtype="bfloat16"))
+    fingerprint = driver.built.executor.weights_fingerprint
+    assert tokens(driver) == expected[0]
+    swap(driver, WeightsSource(str(pair[1])))
+    assert tokens(driver) == expected[1] and driver.built.executor.weights_fingerprint != fingerprint
+    swap(driver, WeightsSource(str(pair[0])))
+    assert tokens(driver) == expected[0] and driver.built.executor.weights_fingerprint == fingerprint
+
+
+def changed(source: Path, target: Path, edit: Callable[[dict[str, Tensor]], None], **config: Any) -> Path:
+    """A copy of a checkpoint with other tensors, or fields of its config."""
+    shutil.copytree(source, target)
+    tensors = load_file(target / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    fields = json.loads((target / "config.json").read_text()) | config
+    (target / "config.json").write_text(json.dumps(fields))
+    return target
+
+
+NAME = "model.layers.1.mlp.down_proj.weight"
+
+
+def test_weights_that_do_not_fit_are_named_and_those_in_use_stay(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    def drop(tensors: dict[str, Tensor]) -> None:
+        del tensors[NAME]
+
+    def cut(tensors: dict[str, Tensor]) -> None:
+        tensors[NAME] = tensors[NAME][:-1].contiguous()
+
+    def add(tensors: dict[str, Tensor]) -> None:
+        tensors["model.extra.weight"] = torch.zeros(2)
+
+    def keep(tensors: dict[str, Tensor]) -> None:
+        pass
+
+    driver = Driver(build(pair[0], dtype="bfloat16"))
+    weights = driver.built.weights
+    assert weights is not None
+    expected = tokens(driver)
+    for name, path, message in (
+        ("missing", changed(pair[1], tmp_path / "missing", drop), f"1 tensors are missing, the first is {NAME}"),
+        ("shape", changed(pair[1], tmp_path / "shape", cut), f"tensor {NAME} is "),
+        ("extra", changed(pair[1], tmp_path / "extra", add), "model.extra.weight"),
+        ("config", changed(pair[1], tmp_path / "config", keep, rms_norm_eps=1e-3), "rms_norm_eps differs"),
+        ("nowhere", tmp_path / "nowhere", "there is no model at"),
+    ):
+        error = weights.prepare(WeightsSource(str(path))).exception(timeout=60)
+        assert isinstance(error, ModelError) and message in str(error), (name, error)
+    (tmp_path / "missing" / "model.safetensors").write_bytes(b"damaged")
+    error = weights.prepare(WeightsSource(str(tmp_path / "missing"))).exception(timeout=60)
+    assert isinstance(error, ModelError) and "not a readable safetensors file" in str(error)
+    assert tokens(driver) == expected and weights.source.path == str(pair[0])
+
+
+def test_tensors_replace_those_of_the_files(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    other = load_file(pair[1] / "model.safetensors")
+    driver = Driver(build(pair[0], dtype="bfloat16"))
+    swap(driver, WeightsSource(str(pair[0]), overlay={name: TensorInMemory(one) for name, one in other.items()}))
+    assert tokens(driver) == tokens(Driver(build(pair[1], dtype="bfloat16")))
+    weights = driver.built.weights
+    assert weights is not None
+    unknown = WeightsSource(str(pair[0]), overlay={"model.extra": TensorInMemory(torch.zeros(2))})
+    error = weights.prepare(unknown).exception(timeout=60)
+    assert isinstance(error, ModelError) and "model.extra" in str(error)
+
+
+def test_a_second_copy_needs_memory(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = build(pair[0], dtype="bfloat16").weights
+    assert weights is not None
+    monkeypatch.setattr("pdserve.executor.weights.free_bytes", lambda device: 1 << 10)
+    error = weights.prepare(WeightsSource(str(pair[1]))).exception(timeout=60)
+    assert isinstance(error, ModelError) and "this host has 0 MB free" in str(error)
