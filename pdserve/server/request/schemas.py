@@ -42,10 +42,10 @@ Priority = Annotated[int, msgspec.Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
 """
 
 UNSUPPORTED_NATIVE = (
-    "audio_data", "custom_logit_processor", "image_data", "return_routed_experts", "session_params", "video_data",
+    "audio_data", "image_data", "return_routed_experts", "session_params", "video_data",
 )  # fmt: skip
 UNSUPPORTED_OPENAI = (
-    "custom_logit_processor", "input_embeds", "lora_path", "return_hidden_states", "session_params",
+    "input_embeds", "lora_path", "return_hidden_states", "session_params",
 )  # fmt: skip
 UNSUPPORTED_CHAT = (
     *UNSUPPORTED_OPENAI,
@@ -96,6 +96,7 @@ class GenerateBody(msgspec.Struct):
     input_ids: TokenIds = None
     input_embeds: InputEmbeds = None
     sampling_params: SamplingFields = None
+    custom_logit_processor: Names = None
     stream: bool | None = None
     return_logprob: Flags = None
     top_logprobs_num: Counts = None
@@ -150,6 +151,7 @@ class OpenAIBody(ConstraintFields):
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
+    custom_logit_processor: str | None = None
     prompt_logprobs: int | None = None
     return_meta_info: bool | None = None
     return_prompt_token_ids: bool | None = None
