@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class BarProgress(BenchProgress):
-    """A tqdm bar for each run, on stderr; without a terminal a line at its end. `results` has the runs that have ended."""
+    """A tqdm bar for each run, on stderr; without a terminal a line at its end. `results` has the runs that ended."""
 
     def __init__(self, *, disabled: bool) -> None:
         self.results: list[Json] = []
