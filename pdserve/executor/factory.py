@@ -23,6 +23,7 @@ from pdserve.executor.draft_loading import add_drafter
 from pdserve.executor.drafter import Drafter, draft_pool
 from pdserve.executor.grammar_rows import GrammarRows
 from pdserve.executor.local_executor import LocalExecutor
+from pdserve.executor.logit_processors import LogitProcessors
 from pdserve.executor.loras import LoraAdapters, check_adapters, make_loras
 from pdserve.executor.model_in_use import ModelParts
 from pdserve.executor.model_loading import LoadedModel, ModelToLoad, load, read_model
@@ -186,6 +187,7 @@ def build_executor(
         returns_prompt_results=not config.kernels.enable_deterministic_inference,
         processed_logprobs=config.model.logprobs_mode == "processed", drafter=parts.drafter, fold=parts.fold,
         max_forced=config.speculative.max_drafts, loras=loras,
+        processors=LogitProcessors.load(config.grammar.processor_names if is_sampler(parallel.coord) else ()),
     )  # fmt: skip
     with startup.part(WARM_UP):
         make_ready(executor, config, max_rows, context_length)

@@ -36,6 +36,7 @@ from pdserve.executor.input_batch import (
     sampled_rows,
 )
 from pdserve.executor.interface import BatchPlan, HostPages, StepHandle, StepResult
+from pdserve.executor.logit_processors import LogitProcessors
 from pdserve.executor.loras import LoraAdapters
 from pdserve.executor.model_in_use import ModelInUse, ModelParts
 from pdserve.executor.model_runner import Collect, NativeDecode, OnLayer, choose_runner
@@ -96,6 +97,7 @@ class LocalExecutor(ModelInUse, NamedWeights):
 
     `fold` folds the pending tokens of state slots, for models with recurrent layers that take drafts. `max_forced`:
     most tokens forced by its grammar that `StepResult.drafts` offers for a row. `loras`: adapters of rows; None: off.
+    `processors`: those that rows may name.
     """
 
     def __init__(
@@ -119,12 +121,13 @@ class LocalExecutor(ModelInUse, NamedWeights):
         fold: Fold | None = None,
         max_forced: int = 0,
         loras: LoraAdapters | None = None,
+        processors: LogitProcessors | None = None,
     ) -> None:
         coord = model.parallel.coord
         self._layout, self._loras = layout, loras
         self.pools, self._table = pools, table
         self.device = device
-        self._processed_logprobs = processed_logprobs
+        self._processed_logprobs, self._processors = processed_logprobs, processors or LogitProcessors()
         self._native_decode = device.type == "cpu" and not overlap
         self._tokens = TokenPool(table.num_rows + 1, context_length + 1, coord.shape.pp_size, device)
         self._sampling_metadata = SamplingMetadata(table.num_rows, model.spec.eos_token_ids)

@@ -52,7 +52,15 @@ from pdserve.scheduler.context import SchedulerContext
 from pdserve.scheduler.engine_memory import EngineMemory, ManagedMemory
 from pdserve.scheduler.loop_times import Heartbeat, LoopTimes
 from pdserve.scheduler.outbox import log_admitted
-from pdserve.scheduler.request import EVICTED, GRAMMAR_FAILED, EvictionOrder, PriorityRules, Req, Times
+from pdserve.scheduler.request import (
+    EVICTED,
+    GRAMMAR_FAILED,
+    PROCESSOR_FAILED,
+    EvictionOrder,
+    PriorityRules,
+    Req,
+    Times,
+)
 from pdserve.scheduler.role_switcher import OpenedRole, RoleSwitcher
 from pdserve.scheduler.roles.base import SchedulerRole, audit_holds
 from pdserve.scheduler.snapshots import MOVING, NOT_LIVE, SUSPENDED, RequestExtractor, check_adapter
@@ -297,7 +305,7 @@ class Scheduler(UpdatableWeights, ManagedMemory):
             req = self.role.live.get(row.rid)
             if req is not None and req.row == row.row:
                 self.context.counters["grammars_failed"] += 1
-                self.role.end(req, GRAMMAR_FAILED)
+                self.role.end(req, GRAMMAR_FAILED if req.spec.sampling.processor is None else PROCESSOR_FAILED)
 
     def state(self) -> EngineState:
         """Return the snapshot behind `/get_server_info` and `/metrics`."""

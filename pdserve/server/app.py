@@ -34,10 +34,12 @@ from pdserve.http.access import (
     OLLAMA_VERSION_PATH,
     POOLING,
     RERANK_PATH,
+    RESPONSES_PATH,
     RESTORE_PATH,
     SCORE_PATH,
     SNAPSHOT_TYPE,
 )
+from pdserve.http.response_store import CANCEL_PATH, ITEMS_PATH, MAX_ITEMS, RESPONSE_PATH, ResponseStore
 from pdserve.http.session_proof import CHALLENGE_PATH
 from pdserve.observe.history import PATH as HISTORY_PATH
 from pdserve.observe.interval_stats import log_server_stats
@@ -64,6 +66,7 @@ from pdserve.server.ollama_api.schemas import OllamaChatBody, OllamaGenerateBody
 from pdserve.server.openai import models
 from pdserve.server.openai.chat import chat_completions
 from pdserve.server.openai.completions import completions
+from pdserve.server.openai.responses import stored
 from pdserve.server.openai.responses.endpoint import responses
 from pdserve.server.openai.responses.schemas import ResponsesBody
 from pdserve.server.pairing.single_requests import SingleRequests
@@ -176,6 +179,11 @@ INPUTS = openapi.Inputs(
         "/flush_cache": {"timeout": {"type": "number", "minimum": 0, "maximum": admin.MAX_FLUSH_WAIT_S}},
         "/get_weights_by_name": {"name": {"type": "string"}, "truncate_size": {"type": "integer", "minimum": 1}},
         "/v1/loads": {"dp_rank": {"type": "integer", "minimum": 0}},
+        ITEMS_PATH: {
+            "order": {"enum": ["asc", "desc"]},
+            "limit": {"type": "integer", "minimum": 1, "maximum": MAX_ITEMS},
+            "after": {"type": "string"},
+        },
         HISTORY_PATH: {name: {"type": "number", "minimum": 0} for name in ("seconds", "since")},
         LOGS_PATH: {"lines": {"type": "integer", "minimum": 1, "maximum": MAX_LINES}},
         "/v1/models": {
@@ -268,6 +276,7 @@ def create_app(
         dict(config.lora.adapters) if adapters is None else adapters,
         prefill_servers=None if single is None else single.servers.facts,
         suspended=store,
+        responses=ResponseStore(config.responses.limits, time.monotonic),
     )  # fmt: skip
     install_error_handlers(app)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
@@ -308,6 +317,10 @@ ROUTES: tuple[tuple[str, str, str, Endpoint], ...] = (
     ("post_chat_completions", "POST", "/v1/chat/completions", chat_completions),
     ("post_completions", "POST", "/v1/completions", completions),
     ("post_responses", "POST", "/v1/responses", responses),
+    ("get_response", "GET", RESPONSE_PATH, stored.get_response),
+    ("delete_response", "DELETE", RESPONSE_PATH, stored.delete_response),
+    ("post_cancel_response", "POST", CANCEL_PATH, stored.cancel_response),
+    ("get_response_items", "GET", ITEMS_PATH, stored.response_items),
     ("post_messages", "POST", MESSAGES_PATH, messages),
     ("post_count_tokens", "POST", COUNT_TOKENS_PATH, count_tokens),
     ("post_embeddings", "POST", EMBEDDINGS_PATH, embeddings),
@@ -378,6 +391,8 @@ def _add_routes(
         handle = context.bind(endpoint)
         if single is not None and path in GENERATING and path not in POOLING:
             handle = single.wrap(path, handle)
+        if path == RESPONSES_PATH:
+            handle = stored.with_history(context, handle, pairs=single is not None)
         app.add_api_route(path, handle, methods=methods.split(), name=name, response_model=None)
     memory = MemoryEndpoints(context, drain_gate)
     for take in (memory.release_memory_occupation, memory.resume_memory_occupation, memory.get_weights_by_name):

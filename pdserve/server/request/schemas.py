@@ -41,11 +41,11 @@ Priority = Annotated[int, msgspec.Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
 """
 
 UNSUPPORTED_NATIVE = (
-    "audio_data", "custom_logit_processor", "image_data", "input_embeds",
+    "audio_data", "image_data", "input_embeds",
     "return_routed_experts", "session_params", "video_data",
 )  # fmt: skip
 UNSUPPORTED_OPENAI = (
-    "custom_logit_processor", "input_embeds", "lora_path", "return_hidden_states", "session_params",
+    "input_embeds", "lora_path", "return_hidden_states", "session_params",
 )  # fmt: skip
 UNSUPPORTED_CHAT = (
     *UNSUPPORTED_OPENAI,
@@ -95,6 +95,7 @@ class GenerateBody(msgspec.Struct):
     text: Texts = None
     input_ids: TokenIds = None
     sampling_params: SamplingFields = None
+    custom_logit_processor: Names = None
     stream: bool | None = None
     return_logprob: Flags = None
     top_logprobs_num: Counts = None
@@ -149,6 +150,7 @@ class OpenAIBody(ConstraintFields):
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
+    custom_logit_processor: str | None = None
     prompt_logprobs: int | None = None
     return_meta_info: bool | None = None
     return_prompt_token_ids: bool | None = None
