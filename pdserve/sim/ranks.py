@@ -35,6 +35,7 @@ from pdserve.ranks.input_log import FollowerLog, InputLog, LeaderLog
 from pdserve.ranks.messages import Entry
 from pdserve.ranks.rank_copies import CopyReports, RankCopyEnds
 from pdserve.ranks.rank_executor import RankExecutor, SharedMetadata
+from pdserve.ranks.rank_reports import GroupReports, RankReports
 from pdserve.ranks.rank_storage import RankStoragePort, StorageReports
 from pdserve.scheduler.input_source import FollowerInputSource, LeaderInputSource
 from pdserve.scheduler.roles.base import SchedulerRole
@@ -119,6 +120,9 @@ class RankedNode(SimNode):
     def is_quiet(self) -> bool:
         """See `SimNode.is_quiet`."""
         return not self._rank.copies.num_pending
+
+    def _reports(self) -> RankReports:
+        return GroupReports(_Alone(), self._rank.log)
 
     def role_change_fails(self) -> bool:
         """See `SimNode.role_change_fails`."""
@@ -263,6 +267,12 @@ class _Follower(SimNode):
     def role_change_fails(self) -> bool:
         """See `SimNode.role_change_fails`. Rank 0 draws."""
         return self._rank.log.answer(lambda: False)
+
+    def _reports(self) -> RankReports:
+        return GroupReports(_Alone(), self._rank.log)
+
+    def _lose_memory(self) -> None:
+        """Do nothing: rank 0 has poisoned the pages in all pools."""
 
     def catch_up(self) -> None:
         """Follow the log up to its end."""
