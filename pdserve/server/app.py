@@ -107,7 +107,7 @@ from pdserve.server.request.schemas import (
     WeightsGroupBody,
     WeightVersionBody,
 )
-from pdserve.server.session_store import CloseSessionBody, OpenSessionBody, SessionStore
+from pdserve.server.session_store import CloseSessionBody, OpenSessionBody, OpenSessions
 from pdserve.server.sglang_api import (
     admin,
     commands,
@@ -291,7 +291,7 @@ def create_app(
         dict(config.lora.adapters) if adapters is None else adapters,
         prefill_servers=None if single is None else single.servers.facts,
         suspended=store,
-        sessions=SessionStore(time.monotonic),
+        sessions=OpenSessions(time.monotonic),
         responses=ResponseStore(config.responses.limits, time.monotonic),
     )  # fmt: skip
     install_error_handlers(app)

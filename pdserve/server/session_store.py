@@ -4,8 +4,8 @@ A session is a tree of requests. A request appends its prompt to the prompt and 
 begins a new root. The server keeps the token ids, so that a client sends only what is new; the KV cache finds the
 prefix as it finds any other.
 
-    SessionStore.open ──> Session
-    Session.begin ──> SessionTurn (the whole prompt) ──> running ──> ended, or left: the request has failed
+    OpenSessions.open ──> OpenSession
+    OpenSession.begin ──> SessionTurn (the whole prompt) ──> running ──> ended, or left: the request has failed
 
 Only servers without disaggregation have sessions. Event loop only.
 """
@@ -53,8 +53,8 @@ class CloseSessionBody(msgspec.Struct):
     session_id: str | None = None
 
 
-class SessionParams(msgspec.Struct, forbid_unknown_fields=True):
-    """`session_params` of `/generate`, with the session's `id`, which is required; see `Session.begin`."""
+class SessionFields(msgspec.Struct, forbid_unknown_fields=True):
+    """`session_params` of `/generate`, with the session's `id`, which is required; see `OpenSession.begin`."""
 
     id: str | None = None
     rid: str | None = None
@@ -85,7 +85,7 @@ class SessionNode:
             yield from child.tree()
 
 
-class Session:
+class OpenSession:
     """One open session. `owner`: the API key that opened it, or empty. `abort`: ends a running request by its id."""
 
     def __init__(self, body: OpenSessionBody, owner: str, abort: Callable[[str], object]) -> None:
@@ -107,7 +107,7 @@ class Session:
         """Whether one of its requests runs."""
         return any(node.output is None for node in self._nodes.values())
 
-    def begin(self, params: SessionParams, rid: str, given: Sequence[int], bos: int | None) -> SessionTurn:
+    def begin(self, params: SessionFields, rid: str, given: Sequence[int], bos: int | None) -> SessionTurn:
         """Begin the request `rid` with the new tokens `given`, and return it with its whole prompt.
 
         Without `params.rid` the tokens are a prompt of their own, with `replace` in place of all requests of the
@@ -187,7 +187,7 @@ class Session:
 class SessionTurn:
     """A request of a session, from the check of its body to its end."""
 
-    session: Session
+    session: OpenSession
     node: SessionNode
     replaced: tuple[SessionNode, ...]
     """Requests in whose place it is."""
@@ -224,12 +224,12 @@ def required(value: T | None, field: str) -> T:
     return value
 
 
-class SessionStore:
+class OpenSessions:
     """The open sessions by id. `now`: monotonic seconds."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, OpenSession] = {}
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -248,7 +248,7 @@ class SessionStore:
             raise RequestError(message, field="session_id", code="session_exists")
         if len(self._sessions) >= MAX_SESSIONS:
             raise _full(f"{MAX_SESSIONS} sessions are open")
-        session = Session(body, owner, abort)
+        session = OpenSession(body, owner, abort)
         session.used_s = self._now()
         self._sessions[session.id] = session
         return session.id
@@ -257,7 +257,7 @@ class SessionStore:
         """Close a session; its running requests go on. Raises RequestError as `find`."""
         del self._sessions[self.find(session_id, owner, "session_id").id]
 
-    def find(self, session_id: str, owner: str, field: str) -> Session:
+    def find(self, session_id: str, owner: str, field: str) -> OpenSession:
         """Return an open session, which counts as used.
 
         Raises:

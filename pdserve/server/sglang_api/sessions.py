@@ -16,8 +16,8 @@ from pdserve.server.http.json_http import convert, json_response, read_json_obje
 from pdserve.server.session_store import (
     CloseSessionBody,
     OpenSessionBody,
-    SessionParams,
-    SessionStore,
+    OpenSessions,
+    SessionFields,
     SessionTurn,
     required,
 )
@@ -27,7 +27,7 @@ async def open_session(context: ServerContext, request: Request) -> Response:
     """Serve `POST /open_session`: the answer is the session's id.
 
     Raises:
-        RequestError: 400 naming the field, also on a server of a pair; 503: see `SessionStore.open`.
+        RequestError: 400 naming the field, also on a server of a pair; 503: see `OpenSessions.open`.
     """
     body = convert(await read_json_object(request, context.max_body_bytes), OpenSessionBody)
     store = _store(context, "session_id")
@@ -35,7 +35,7 @@ async def open_session(context: ServerContext, request: Request) -> Response:
 
 
 async def close_session(context: ServerContext, request: Request) -> Response:
-    """Serve `POST /close_session`. Raises RequestError: see `SessionStore.close`."""
+    """Serve `POST /close_session`. Raises RequestError: see `OpenSessions.close`."""
     body = convert(await read_json_object(request, context.max_body_bytes), CloseSessionBody)
     _store(context, "session_id").close(required(body.session_id, "session_id"), _owner(context, request))
     return Response()
@@ -51,7 +51,7 @@ def begin_turn(
     """
     field = "session_params"
     store = _store(context, field)
-    params = convert(given, SessionParams, prefix=field)
+    params = convert(given, SessionFields, prefix=field)
     if len(prompts) != 1 or n != 1:
         raise RequestError(f"{field} needs one prompt and n=1", field=field)
     if rid is not None and not isinstance(rid, str):
@@ -70,7 +70,7 @@ def begin_turn(
     return turn
 
 
-def _store(context: ServerContext, field: str) -> SessionStore:
+def _store(context: ServerContext, field: str) -> OpenSessions:
     """Return the sessions of this server. Raises RequestError, 400 naming `field`, if it has none."""
     if context.mode != "null" or context.sessions is None:
         message = f"{field}: a {context.mode} server has no sessions; they need a server without disaggregation"

@@ -11,7 +11,7 @@ from pdserve.config.access_group import AccessConfig
 from pdserve.errors import RequestError
 from pdserve.server import session_store
 from pdserve.server.generation import GenerationUpdate
-from pdserve.server.session_store import OpenSessionBody, Session, SessionParams, SessionStore
+from pdserve.server.session_store import OpenSession, OpenSessionBody, OpenSessions, SessionFields
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.chat_kit import long_context
 from tests.unit.server.server_kit import EOS, bench
@@ -173,14 +173,14 @@ async def test_each_key_has_its_own_sessions(tokenizer: Tokenizer) -> None:
             assert (await b.http.post("/generate", json=body, headers=headers)).status_code == status
 
 
-def opened(store: SessionStore, name: str, **fields: Any) -> Session:
+def opened(store: OpenSessions, name: str, **fields: Any) -> OpenSession:
     store.open(OpenSessionBody(capacity_of_str_len=99, session_id=name, **fields), "", lambda rid: None)
     return store.find(name, "", "session_id")
 
 
 def test_idle_sessions_close_and_all_have_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    store = SessionStore(lambda: now[0])
+    store = OpenSessions(lambda: now[0])
     monkeypatch.setattr(session_store, "MAX_SESSIONS", 3)
     monkeypatch.setattr(session_store, "MAX_SESSION_TOKENS", 50)
     monkeypatch.setattr(session_store, "MAX_SESSION_REQUESTS", 2)
@@ -189,7 +189,7 @@ def test_idle_sessions_close_and_all_have_bounds(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(RequestError) as full:
         opened(store, "more")
     assert full.value.status == 503 and full.value.retry_after_s
-    turn = busy.begin(SessionParams(id="busy"), "r", [1] * 30, None)
+    turn = busy.begin(SessionFields(id="busy"), "r", [1] * 30, None)
     with turn.running():
         now[0] = 6.0
         opened(store, "more")
@@ -198,22 +198,22 @@ def test_idle_sessions_close_and_all_have_bounds(monkeypatch: pytest.MonkeyPatch
             store.check_room(21)
         store.check_room(20)
         turn.ended(GenerationUpdate(0, token_ids=[5]))
-    follow = busy.begin(SessionParams(id="busy", rid="r"), "q", [9, 2], 9)
+    follow = busy.begin(SessionFields(id="busy", rid="r"), "q", [9, 2], 9)
     assert follow.prompt == [*[1] * 30, 5, 2], "the BOS token of appended text is dropped"
     with follow.running():
         follow.left()
-    with busy.begin(SessionParams(id="busy"), "s", [1], None).running():
+    with busy.begin(SessionFields(id="busy"), "s", [1], None).running():
         with pytest.raises(RequestError, match="2 requests, the maximum"):
-            busy.begin(SessionParams(id="busy"), "t", [1], None)
-        assert busy.begin(SessionParams(id="busy", replace=True), "t", [1], None).prompt == [1]
+            busy.begin(SessionFields(id="busy"), "t", [1], None)
+        assert busy.begin(SessionFields(id="busy", replace=True), "t", [1], None).prompt == [1]
 
 
 def test_a_session_that_changes_meanwhile_refuses_the_request() -> None:
-    session = opened(SessionStore(lambda: 0.0), "s")
-    first = session.begin(SessionParams(id="s"), "a", [1], None)
+    session = opened(OpenSessions(lambda: 0.0), "s")
+    first = session.begin(SessionFields(id="s"), "a", [1], None)
     with first.running():
         first.ended(GenerationUpdate(0, token_ids=[2]))
-    late = session.begin(SessionParams(id="s", rid="a"), "b", [3], None)
-    with session.begin(SessionParams(id="s", replace=True), "c", [4], None).running():
+    late = session.begin(SessionFields(id="s", rid="a"), "b", [3], None)
+    with session.begin(SessionFields(id="s", replace=True), "c", [4], None).running():
         with pytest.raises(RequestError, match="changed meanwhile"), late.running():
             pass
