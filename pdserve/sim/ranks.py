@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -123,6 +124,11 @@ class RankedNode(SimNode):
     def role_change_fails(self) -> bool:
         """See `SimNode.role_change_fails`."""
         return self._rank.log.answer(super().role_change_fails)
+
+    def load_ends(self) -> str | None:
+        """See `SimNode.load_ends`."""
+        found = super().load_ends()
+        return _text(self._rank.log.answer(lambda: msgspec.msgpack.encode(found)))
 
     def has_entries(self, number: int) -> bool:
         """Whether the log has entries that rank `number` has not followed."""
@@ -264,6 +270,13 @@ class _Follower(SimNode):
         """See `SimNode.role_change_fails`. Rank 0 draws."""
         return self._rank.log.answer(lambda: False)
 
+    def load_ends(self) -> str | None:
+        """See `SimNode.load_ends`. Rank 0 draws."""
+        return _text(self._rank.log.answer(bytes))
+
+    def take_weights(self, number: int) -> None:
+        """See `SimNode.take_weights`. Rank 0 has changed the model, which computes for all ranks."""
+
     def catch_up(self) -> None:
         """Follow the log up to its end."""
         while self._leader.has_entries(self._rank.number):
@@ -316,6 +329,11 @@ class _Follower(SimNode):
 
     def _open_pools(self, aux: MetadataBuffers) -> None:
         """Do nothing: rank 0 has registered the pools of all ranks."""
+
+
+def _text(answer: bytes) -> str | None:
+    found: str | None = msgspec.msgpack.decode(answer, type=str | None)
+    return found
 
 
 class _ComputedElsewhere:
