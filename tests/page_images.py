@@ -1,6 +1,6 @@
-"""Makes the pictures of the dashboard page in docs/images: a pair under load, in a headless Chromium.
+"""Makes the pictures of the dashboard page in docs/images: a fleet under load, in a headless Chromium.
 
-    python -m tests.page_images [--seconds 90] [--out docs/images]
+    python -m tests.page_images [--seconds 150] [--out docs/images]
 
 Needs Debian's `chromium` and `chromium-driver`. The model is a tiny random one, so its latencies mean nothing.
 """
@@ -8,99 +8,100 @@ Needs Debian's `chromium` and `chromium-driver`. The model is a tiny random one,
 from __future__ import annotations
 
 import argparse
-import base64
 import contextlib
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import requests
 from selenium import webdriver
+from selenium.webdriver.common.by import By
 
 from tests.browser import open_browser
-from tests.e2e.harness import Pair, running_pair
+from tests.e2e.harness import until
+from tests.e2e.page_fleet import (
+    ADMIN_KEY,
+    DESKTOP,
+    LAPTOP,
+    PHONE,
+    PageFleet,
+    bench_beside,
+    long_stream,
+    running_page_fleet,
+    set_screen,
+    take_picture,
+)
 from tests.tiny import make_tiny
 
-NUM_CLIENTS = 3
-LAPTOP, PHONE = (1366, 768), (390, 844)
-PAINT_S = 1.5
+RATE = 3.0
+WAIT_S = 30.0
 
 
-def ask(url: str, client: int, stop: threading.Event) -> None:
-    """Send streams of changing lengths, one after the other."""
-    number = 0
-    while not stop.is_set():
-        number += 1
-        sampling = {"max_new_tokens": 8 + number * 13 % 90, "ignore_eos": True}
-        body = {
-            "rid": f"client-{client}-{number}",
-            "text": "hello " * (5 + number % 40),
-            "stream": True,
-            "sampling_params": sampling,
-        }
-        with contextlib.suppress(requests.RequestException):
-            with requests.post(f"{url}/generate", json=body, stream=True, timeout=60) as answer:
-                for _ in answer.iter_lines():
-                    pass
+def text(browser: webdriver.Chrome, selector: str) -> str:
+    """Return the texts of all elements that match."""
+    script = "return [...document.querySelectorAll(arguments[0])].map((node) => node.textContent).join(' ')"
+    return str(browser.execute_script(script, selector))
 
 
-@contextlib.contextmanager
-def under_load(pair: Pair) -> Iterator[None]:
-    """Keep `NUM_CLIENTS` streams running."""
-    stop = threading.Event()
-    clients = [threading.Thread(target=ask, args=(pair.url, number, stop)) for number in range(NUM_CLIENTS)]
-    for client in clients:
-        client.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        for client in clients:
-            client.join(60)
+def take_dialogs(browser: webdriver.Chrome, fleet: PageFleet, out: Path) -> None:
+    """Write the pictures of a request and of the commands for a server."""
+    browser.execute_script("document.querySelectorAll('li.row')[3].click()")
+    take_picture(browser, out / "page-request.png", LAPTOP)
+    browser.find_element(By.CSS_SELECTOR, "pd-request .close").click()
+    with long_stream(fleet, "translate-book-7", 2000):
+        for card in browser.find_elements(By.CSS_SELECTOR, "pd-worker[data-role=decode] .manage"):
+            card.click()
+            time.sleep(2)
+            if "translate-book-7" in text(browser, "pd-admin .running"):
+                take_picture(browser, out / "page-manage.png", LAPTOP)
+                break
+            browser.find_element(By.CSS_SELECTOR, "pd-admin .close").click()
+    browser.execute_script("document.querySelector('pd-admin dialog').close()")
 
 
-def take(
-    browser: webdriver.Chrome, path: Path, size: tuple[int, int], *, dark: bool = False, whole: bool = False
-) -> None:
-    """Write a picture of the window, or of the whole page."""
-    width, height = size
-    metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": size == PHONE}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
-    time.sleep(PAINT_S)
-    options: dict[str, object] = {"format": "png"}
-    if whole:
-        height = browser.execute_script("return document.documentElement.scrollHeight")
-        options["captureBeyondViewport"] = True
-        options["clip"] = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
-    picture = browser.execute_cdp_cmd("Page.captureScreenshot", options)
-    path.write_bytes(base64.b64decode(picture["data"]))
+def take_failures(browser: webdriver.Chrome, fleet: PageFleet, out: Path) -> None:
+    """Kill a decode server under a stream, drain another one, and write the picture of the whole page."""
+    with contextlib.suppress(AssertionError, ValueError, IndexError), long_stream(fleet, "summary-12", 3000):
+        time.sleep(1)
+        fleet.decodes[0].kill()
+    browser.find_elements(By.CSS_SELECTOR, "pd-worker[data-role=prefill] .manage")[1].click()
+    browser.find_element(By.CSS_SELECTOR, "pd-admin .actions button").click()
+    until(lambda: "drains" in text(browser, "pd-admin .note"), WAIT_S, "it drains")
+    browser.find_element(By.CSS_SELECTOR, "pd-admin .close").click()
+    until(lambda: "down" in text(browser, "pd-worker[data-state=down] .badge"), WAIT_S, "a dead server")
+    time.sleep(6)
+    browser.execute_script("scrollTo(0, 0)")
+    take_picture(browser, out / "page-failures.png", LAPTOP, whole=True)
 
 
 def main() -> None:
     """Start the servers, load them for `--seconds`, and write the pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=90.0, help="seconds of load before the first picture")
+    parser.add_argument("--seconds", type=float, default=150.0, help="seconds of load before the first picture")
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
     args = parser.parse_args()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         browser = stack.enter_context(open_browser(folder / "profile"))
-        model = make_tiny("llama", folder / "tiny")
-        pair = stack.enter_context(running_pair(str(model), "--max-total-tokens", "4096"))
-        stack.enter_context(under_load(pair))
-        browser.get(pair.url)
+        fleet = stack.enter_context(running_page_fleet(str(make_tiny("llama", folder / "tiny"))))
+        stack.enter_context(bench_beside(fleet, RATE))
+        browser.get(fleet.url)
+        field = browser.find_element(By.ID, "key")
+        until(field.is_displayed, WAIT_S, "it asks for the key")
+        field.send_keys(f"{ADMIN_KEY}\n")
         time.sleep(args.seconds)
         browser.refresh()
-        time.sleep(2 * PAINT_S)
-        take(browser, args.out / "page.png", LAPTOP, whole=True)
-        take(browser, args.out / "page-dark.png", LAPTOP, dark=True)
-        take(browser, args.out / "page-narrow.png", PHONE, dark=True)
-        browser.execute_script("document.querySelectorAll('li.row')[8].click()")
-        take(browser, args.out / "page-request.png", LAPTOP)
+        until(lambda: bool(browser.find_elements(By.CSS_SELECTOR, "pd-charts .uplot canvas")), WAIT_S, "the charts")
+        for name, size, dark, whole in (
+            ("page.png", LAPTOP, False, True),
+            ("page-dark.png", DESKTOP, True, False),
+            ("page-narrow.png", PHONE, True, False),
+        ):
+            set_screen(browser, size, dark=dark)
+            browser.execute_script("scrollTo(0, 0)")
+            take_picture(browser, args.out / name, size, whole=whole)
+        set_screen(browser, LAPTOP, dark=False)
+        take_dialogs(browser, fleet, args.out)
+        take_failures(browser, fleet, args.out)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Third parties' transports, KV stores, routing policies and model families, which installed packages register.
+"""Third parties' transports, KV stores, routing policies and more, which installed packages register.
 
 [project.entry-points."pdserve.transports"]        # or "pdserve.kv_storage", ...
 mine = "my_package.transport:open_transport"
@@ -20,6 +20,9 @@ POLICY_PLUGINS = "pdserve.router_policies"
 """Group of `make_policy(config: PolicyConfig) -> Policy`."""
 FAMILY_PLUGINS = "pdserve.model_families"
 """Group of `FAMILIES`, each a tuple of `Family`."""
+
+PROCESSOR_PLUGINS = "pdserve.logit_processors"
+"""Group of classes of `LogitProcessor` (`executor/logit_processors.py`), made without arguments."""
 
 
 def plugin_names(group: str) -> list[str]:

@@ -37,8 +37,13 @@ class NamedChart:
     svg: Svg
 
 
-def line_chart(title: str, x_name: str, y_name: str, series: Sequence[ChartSeries]) -> NamedChart:
-    """Draw curves over linear axes that begin at 0. The legend has as many lines as it needs."""
+def line_chart(
+    title: str, x_name: str, y_name: str, series: Sequence[ChartSeries], y_end: float | None = None
+) -> NamedChart:
+    """Draw curves over linear axes from 0 to the largest value, or to `y_end`.
+
+    The legend has as many lines as it needs.
+    """
     svg = Svg(WIDTH, HEIGHT)
     svg.text(16, 24, title, "title")
     x, y = 16.0, 42.0
@@ -52,7 +57,7 @@ def line_chart(title: str, x_name: str, y_name: str, series: Sequence[ChartSerie
     upper = TOP + y - 42
     points = [point for one in series for point in one.points]
     x_top, x_step = nice_top(max((point[0] for point in points), default=1) or 1)
-    y_top, y_step = nice_top(max((point[1] for point in points), default=1) or 1)
+    y_top, y_step = nice_top(y_end or max((point[1] for point in points), default=1) or 1)
     for tick in _ticks(y_top, y_step):
         y = BASE - tick / y_top * (BASE - upper)
         svg.line(LEFT, y, RIGHT, y, "grid")
@@ -113,7 +118,7 @@ def sweep_charts(results: Sequence[Json], colours: dict[str, str]) -> list[Named
     if any("goodput_share" in one for one in used):
         shares = curves("goodput_share")
         percent = [dataclasses.replace(one, points=[(x, 100 * y) for x, y in one.points]) for one in shares]
-        made.append(line_chart("Requests within the limits", x_name, "%", percent))
+        made.append(line_chart("Requests within the limits", x_name, "%", percent, 100))
     return made
 
 
@@ -134,7 +139,9 @@ def single_charts(results: Sequence[Json], colours: dict[str, str]) -> list[Name
     for name, title in LATENCIES:
         curves = series(lambda result, name=name: _distribution(result, name))  # type: ignore[misc]
         if curves:
-            made.append(line_chart(f"{title}: share of {'gaps' if name == 'itl' else 'requests'}", "ms", "%", curves))
+            made.append(
+                line_chart(f"{title}: share of {'gaps' if name == 'itl' else 'requests'}", "ms", "%", curves, 100)
+            )
     for field, title, unit in (("output_tokens", "Output tokens over time", "tokens/s"),
                                ("in_flight", "Requests in flight over time", "requests")):  # fmt: skip
         curves = series(lambda result, field=field: _course(result, field))  # type: ignore[misc]

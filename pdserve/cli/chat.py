@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import requests
 
 from pdserve.base.hosts import LOOPBACK
+from pdserve.cli.fleet import printable
 from pdserve.cli.help_pages import CommandParser
 from pdserve.errors import ConfigError, RequestError
 from pdserve.http.credentials import API_KEY
@@ -216,7 +217,7 @@ class ChatClient:
 
 def _message_of(body: Any, otherwise: str) -> str:
     error = body.get("error", body) if isinstance(body, dict) else body
-    return str(error.get("message", otherwise)) if isinstance(error, dict) else str(error or otherwise)
+    return printable(str(error.get("message", otherwise)) if isinstance(error, dict) else str(error or otherwise))
 
 
 def _cause(error: BaseException) -> str:
@@ -260,7 +261,7 @@ class ChatSession:
         return reply
 
     def _follow(self, chunks: Iterator[dict[str, Any]], reply: ChatReply, started: float, show_reasoning: bool) -> None:
-        thinking = False
+        thinking, shown = False, printable if sys.stdout.isatty() else str
         for chunk in chunks:
             usage = chunk.get("usage")
             if usage is not None:
@@ -271,10 +272,10 @@ class ChatSession:
                 if (thought or text) and reply.ttft_s is None:
                     reply.ttft_s = time.perf_counter() - started
                 if thought and show_reasoning:
-                    print(f"{DIM}{thought}{PLAIN}", end="", flush=True)
+                    print(_dim(shown(thought)), end="", flush=True)
                     thinking = True
                 if text:
-                    print(f"\n{text}" if thinking else text, end="", flush=True)
+                    print(("\n" if thinking else "") + shown(text), end="", flush=True)
                     thinking = False
                     reply.text += text
 
@@ -313,7 +314,11 @@ def _talk(session: ChatSession, message: str) -> None:
     except RequestError as error:
         print(f"\npdserve chat: {error.message}", file=sys.stderr)
         return
-    print(f"\n{DIM}{reply.summary()}{PLAIN}")
+    print("\n" + _dim(reply.summary()))
+
+
+def _dim(text: str) -> str:
+    return f"{DIM}{text}{PLAIN}" if sys.stdout.isatty() else text
 
 
 def _obey(session: ChatSession, line: str) -> str | None:

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import requests
 
 from pdserve.cli.doctor_checks import CHECKS, Finding, is_loopback
-from pdserve.cli.fleet import Fleet, FleetClient, FleetServer, add_connection_flags, client_of, read_fleet
+from pdserve.cli.fleet import Fleet, FleetClient, FleetServer, add_connection_flags, client_of, printable, read_fleet
 from pdserve.cli.help_pages import CommandParser
 from pdserve.errors import RequestError
 
@@ -60,7 +60,7 @@ class Diagnosis:
         }
 
     def as_text(self) -> str:
-        """Return the report for a terminal."""
+        """Return the report for a terminal, without control characters of a server's text."""
         lines = [f"{self.url}: " + (_count_roles(self.servers) or "not read")]
         for one in self.findings:
             lines += ["", f"{one.severity}  {one.check}  {', '.join(one.where)}"]
@@ -68,7 +68,7 @@ class Diagnosis:
             lines += textwrap.wrap(f"fix: {one.fix}", WIDTH, initial_indent="  ", subsequent_indent="       ")
         counts = [(sum(one.severity == name for one in self.findings), name) for name in SEVERITIES]
         told = ", ".join(f"{count} {name}{'' if count == 1 else 's'}" for count, name in counts if count)
-        return "\n".join([*lines, "", told or f"nothing found by {len(CHECKS) + 2} groups of checks"])
+        return printable("\n".join([*lines, "", told or f"nothing found by {len(CHECKS) + 2} groups of checks"]))
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -31,6 +31,8 @@ HANDSHAKE_FACTS = {
     "kv_token_bytes": "KV bytes per token",
 }
 """Facts of the engine that a prefill and a decode server must share."""
+KV_CAUSES = ("page_tokens", "kv_token_bytes")
+"""Facts whose difference makes the layout differ, too, which is then no finding of its own."""
 PAIR_FLAGS = (
     "kv_cache_dtype", "page_size", "disaggregation_transfer_backend", "disaggregation_enable_kv_checksum",
     "enable_deterministic_inference",
@@ -179,8 +181,12 @@ def check_models(fleet: Fleet) -> Iterator[Finding]:
     yield from _different(fleet.servers, MODEL_FIELDS, "model", "error", lambda one: one.info)
     yield from _different(fleet.servers, SERVICE_FIELDS, "service", "warning", lambda one: one.info)
     halves = [*fleet.of("prefill"), *fleet.of("decode")]
-    yield from _different(halves, tuple(HANDSHAKE_FACTS), "kv", "error", lambda one: one.facts)
-    yield from _different(halves, PAIR_FLAGS, "flags", "error", lambda one: one.info)
+    causes = list(_different(halves, KV_CAUSES, "kv", "error", lambda one: one.facts))
+    yield from causes
+    consequences = () if causes else ("layout_fingerprint",)
+    yield from _different(halves, (*consequences, "weights_fingerprint"), "kv", "error", lambda one: one.facts)
+    flags = [name for name in PAIR_FLAGS if name != "page_size" or not causes]
+    yield from _different(halves, flags, "flags", "error", lambda one: one.info)
 
 
 def _different(

@@ -27,6 +27,12 @@ MAX_BYTES = 64 << 20
 ROLES = {"prefill": "prefill", "decode": "decode", "regular": "unified", "null": "unified"}
 """Our names of roles, by the router's worker types and by the servers' modes."""
 Json = dict[str, Any]
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+def printable(text: str) -> str:
+    """Return text of a server or model for a terminal: control characters, which a terminal obeys, become `\\x1b`."""
+    return text.translate(_CONTROLS)
 
 
 class FleetClient:
@@ -120,9 +126,9 @@ def _innermost(error: BaseException) -> str:
 def _message_of(body: bytes) -> str:
     try:
         error = json.loads(body)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
+        return printable(str(error["message"] if isinstance(error, dict) else error))
     except (ValueError, LookupError, TypeError):
-        return body[:200].decode(errors="replace").strip() or "no text"
+        return printable(body[:200].decode(errors="replace").strip()) or "no text"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

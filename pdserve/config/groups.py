@@ -18,6 +18,7 @@ from pdserve.config.embedding_group import EmbeddingConfig
 from pdserve.config.kv_events_group import Endpoint, KVEventsConfig, parse_kv_events, parse_load_endpoint
 from pdserve.config.lora_group import LoraConfig
 from pdserve.config.pairing_group import PairingConfig
+from pdserve.config.responses_group import ResponseStoreConfig
 from pdserve.config.schedule_group import ScheduleConfig
 from pdserve.config.speculative_group import SpeculativeConfig
 from pdserve.config.tier_group import StorageConfig, TierConfig
@@ -320,7 +321,7 @@ class KernelConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GrammarConfig:
-    """Structured output."""
+    """Structured output and logit processors."""
 
     grammar_backend: Literal["llguidance", "none"] = flag(
         "llguidance", help="engine of json_schema, regex, ebnf and structural_tag; none: such requests are refused"
@@ -337,6 +338,17 @@ class GrammarConfig:
     grammar_compile_timeout: float = flag(
         1.0, help="CPU seconds to compile a request's grammar; requests whose grammars take longer are refused"
     )
+    logit_processors: str | None = flag(
+        None,
+        help="logit processors that requests may name as custom_logit_processor, separated by blanks or commas: entry "
+        "points of installed packages (group pdserve.logit_processors)",
+        many=True,
+    )
+
+    @property
+    def processor_names(self) -> tuple[str, ...]:
+        """The names in `logit_processors`."""
+        return tuple(filter(None, (self.logit_processors or "").split(",")))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -456,6 +468,7 @@ class ServerConfig:
     lora: LoraConfig = LoraConfig()
     embedding: EmbeddingConfig = EmbeddingConfig()
     grammar: GrammarConfig = GrammarConfig()
+    responses: ResponseStoreConfig = ResponseStoreConfig()
     serving: ServingConfig = ServingConfig()
     access: AccessConfig = AccessConfig()
     observe: ObserveConfig = ObserveConfig()

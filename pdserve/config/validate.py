@@ -8,7 +8,7 @@ import re
 
 from pdserve.base.cpu_affinity import check_cores
 from pdserve.base.hosts import parse_host_patterns
-from pdserve.base.plugins import TRANSPORT_PLUGINS, check_name
+from pdserve.base.plugins import PROCESSOR_PLUGINS, TRANSPORT_PLUGINS, check_name
 from pdserve.config.groups import (
     TRANSPORTS,
     DisaggConfig,
@@ -63,6 +63,7 @@ def check(config: ServerConfig) -> None:
     config.access.check()
     config.speculative.check(config.model.model_path, config.parallel.pp_size)
     config.lora.check((config.model.model_path, config.model.served_model_name))
+    config.responses.check()
     config.embedding.check(config.disagg.disaggregation_mode, drafts=config.speculative.is_on)
     config.accepted.check()
     _check_observe(config.observe)
@@ -248,6 +249,10 @@ def _check_disagg(disagg: DisaggConfig) -> None:
 
 
 def _check_grammar(grammar: GrammarConfig) -> None:
+    for name in grammar.processor_names:
+        check_name("logit_processors", name, (), PROCESSOR_PLUGINS)
+    if grammar.processor_names and grammar.grammar_backend == "none":
+        _refuse("logit_processors", grammar.logit_processors, "needs --grammar-backend llguidance")
     seconds = grammar.grammar_compile_timeout
     if not (math.isfinite(seconds) and 0.01 <= seconds <= 60):
         _refuse("grammar_compile_timeout", seconds, "must be a number of seconds in [0.01, 60]")

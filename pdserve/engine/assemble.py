@@ -25,6 +25,7 @@ from pdserve.protocol.messages import ToApi
 from pdserve.ranks.pre_step import IdleBatches
 from pdserve.scheduler.context import SchedulerContext, StepLimits
 from pdserve.scheduler.draft_length import AMX_COST, CPU_COST, CUDA_COST
+from pdserve.scheduler.engine_memory import EngineMemory
 from pdserve.scheduler.kv_checksum import KVChecksum, WriteLine
 from pdserve.scheduler.loop_times import Heartbeat
 from pdserve.scheduler.outbox import Outbox
@@ -70,7 +71,7 @@ def make_memory(
         buffers = zip(held.groups, built.executor.buffers, strict=True)
         of_tokens = [buffer for group, buffer in buffers if group.space is PageSpace.TOKENS and group.layers]
         if of_tokens:  # a stage may have no layer of these groups
-            commit = Prefault(of_tokens, built.num_pages, num_ahead, built.executor)
+            commit = built.device_memory.commit = Prefault(of_tokens, built.num_pages, num_ahead, built.executor)
             stack.callback(commit.close)
     return KVMemory(
         built.layout,
@@ -177,6 +178,7 @@ def make_scheduler(
     heartbeat: Heartbeat | None = None,
     num_gated: Callable[[], int] | None = None,
     load_reporter: LoadReporter | None = None,
+    engine_memory: EngineMemory | None = None,
     weights: WeightsUpdater | None = None,
 ) -> Scheduler:
     """Make a scheduler that begins with the role `opened`. `live_facts`, `num_gated`: see `Scheduler`."""
@@ -196,6 +198,7 @@ def make_scheduler(
         rules=PriorityRules.of(config.schedule),
         switcher=switcher,
         load_reporter=load_reporter,
+        engine_memory=engine_memory,
         weights=weights,
     )
 

@@ -29,6 +29,7 @@ from pdserve.protocol.channel import SchedulerChannel
 from pdserve.protocol.engine_state import EngineReady, SchedulerHeartbeat
 from pdserve.protocol.messages import Shutdown
 from pdserve.ranks.pre_step import IdleBatches, SharedDpSync
+from pdserve.scheduler.engine_memory import EngineMemory
 from pdserve.scheduler.input_source import GrammarGate, LeaderInputSource
 from pdserve.scheduler.loop_times import Heartbeat
 from pdserve.scheduler.role_switcher import RoleSwitcher
@@ -155,6 +156,7 @@ def build_scheduler(
         heartbeat=Heartbeat(MonotonicClock()),
         num_gated=lambda: gate.num_waiting,
         load_reporter=None if load_events is None else LoadReporter(load_events.post, replica.dp_rank),
+        engine_memory=EngineMemory(built.device_memory, roles, engine.reports(), engine.clock, channel.send),
         weights=WeightsUpdater(
             LeaderWeights(engine, config.model.weight_version, roles.change_weights), engine.clock, channel.send
         ),

@@ -34,7 +34,9 @@ from pdserve.ranks.pre_step import IdleBatches, PreStepExecutor, SharedDpSync
 from pdserve.ranks.rank0_link import Rank0Link, Stopped
 from pdserve.ranks.rank_copies import RankCopyEnds
 from pdserve.ranks.rank_executor import RankExecutor
+from pdserve.ranks.rank_reports import GroupReports
 from pdserve.ranks.rendezvous import facts_of, open_stores, own_host, rank_names
+from pdserve.scheduler.engine_memory import EngineMemory
 from pdserve.scheduler.input_source import FollowerInputSource
 from pdserve.scheduler.outbox import REQUEST_LOGGER
 from pdserve.scheduler.role_switcher import RoleSwitcher
@@ -167,6 +169,7 @@ def _make_scheduler(
         opened,
         source,
         RoleSwitcher(roles, inputs, _say_nothing),
+        engine_memory=EngineMemory(built.device_memory, roles, GroupReports(leader, inputs), inputs, _say_nothing),
         idle_batches=IdleBatches(SharedDpSync(None, inputs)) if config.parallel.num_sharing > 1 else None,
         weights=WeightsUpdater(FollowerWeights(built, inputs, leader.report), inputs, _say_nothing),
     )

@@ -18,7 +18,7 @@ import msgspec
 
 from pdserve.base.hosts import outward_addresses
 from pdserve.config import ServerConfig
-from pdserve.config.resolve import with_disagg
+from pdserve.config.resolve import disagg_fields, with_disagg
 from pdserve.engine.assemble import Fact, fit_to_role, make_kv_checksum, make_role
 from pdserve.engine.build_transfer import make_consensus, make_manager, open_workers
 from pdserve.engine.kv_log import open_kv_log
@@ -144,6 +144,12 @@ class FollowerRoles:
     def is_quiet(self) -> bool:
         """See `RoleOpener`."""
         return self.consensus is None or self.consensus.num_pending == 0
+
+    @property
+    def present(self) -> SwitchRole:
+        """See `RoleOpener`."""
+        fields = disagg_fields(self._parts.config)
+        return SwitchRole(query_id="", disagg=fields, server="", bootstrap_port=None, timeout_s=0.0)
 
     def begin(self, start: TransferStart | None) -> OpenedRole:
         """Make the role object of the opened parts, with rank 0's settings of transfers."""

@@ -27,6 +27,7 @@ from pdserve.ranks.input_log import InputLog, LeaderLog
 from pdserve.ranks.messages import Begin, RankReady, TransferStart
 from pdserve.ranks.pre_step import ExpertRebalancer, PreStepExecutor, RoundRebalancer, StepRebalancer
 from pdserve.ranks.rank_executor import GroupHasher, RankExecutor
+from pdserve.ranks.rank_reports import GroupReports, OwnReport, RankReports
 from pdserve.ranks.rendezvous import LOOPBACK, close_rendezvous, facts_of, open_stores, own_host
 from pdserve.ranks.worker_links import WorkerLinks, meet_followers
 
@@ -118,6 +119,10 @@ class ReplicaEngine:
         """Return the hasher of the KV pages of all ranks."""
         own = PoolHasher(self.built.executor.pools, self.built.layout, self.built.executor.coord)
         return own if self.group is None else GroupHasher(own, self.group.followers, self.group.log)
+
+    def reports(self) -> RankReports:
+        """Return what gathers answers of all ranks."""
+        return OwnReport() if self.group is None else GroupReports(self.group.followers, self.group.log)
 
     @property
     def clock(self) -> Clock:

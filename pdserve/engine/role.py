@@ -19,7 +19,7 @@ import msgspec
 from pdserve.base.mailbox import Mailbox
 from pdserve.base.startup_times import TRANSFER
 from pdserve.config import DisaggMode, ServerConfig
-from pdserve.config.resolve import with_disagg
+from pdserve.config.resolve import disagg_fields, with_disagg
 from pdserve.engine.assemble import Fact, fit_to_role, make_kv_checksum, make_role, num_aux_slots
 from pdserve.engine.build_transfer import OpenedTransfer, ReplicaId, open_transfer
 from pdserve.engine.kv_events import KVEvents, open_kv_events
@@ -57,6 +57,7 @@ class RoleParts:
     """What one role has beside the engine. `stack` closes it."""
 
     config: ServerConfig
+    replica: ReplicaId
     transfer: OpenedTransfer | None
     write_line: WriteLine | None
     stack: contextlib.ExitStack
@@ -109,6 +110,16 @@ class LeaderRoles:
     def is_quiet(self) -> bool:
         """See `RoleOpener`."""
         return self.consensus is None or self.consensus.num_pending == 0
+
+    @property
+    def present(self) -> SwitchRole:
+        """See `RoleOpener`."""
+        assert self._present is not None
+        config, replica = self._present.config, self._present.replica
+        return SwitchRole(
+            query_id="", disagg=disagg_fields(config), server=replica.server, bootstrap_port=replica.bootstrap_port,
+            timeout_s=0.0,
+        )  # fmt: skip
 
     def open_first(self, context: SchedulerContext, storage: KeyNamespace | None) -> OpenedRole:
         """Open the first role, with the reports that followers gave when they became ready. `storage`: see `Begin`."""
@@ -193,7 +204,7 @@ class LeaderRoles:
                     config, self._engine, self._mailbox, num_aux, replica, self._token, stack, write_line, reports,
                     self._weights,
                 )  # fmt: skip
-            return RoleParts(config, transfer, write_line, stack.pop_all())
+            return RoleParts(config, replica, transfer, write_line, stack.pop_all())
 
     def _change_to(self, parts: RoleParts) -> OpenedRole:
         """Close the present role's parts, and begin the new role."""

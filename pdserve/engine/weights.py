@@ -9,17 +9,22 @@ No turn waits for a rank that loads. Scheduler thread of each rank.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 
 from pdserve.engine.assemble import Fact
 from pdserve.engine.replica import ReplicaEngine
 from pdserve.errors import ModelError, PdserveError
 from pdserve.executor.factory import LoadedEngine
-from pdserve.executor.weights import PreparedWeights, WeightsLoader, WeightsSource
+from pdserve.executor.weights import PreparedWeights, TensorInMemory, WeightsLoader, WeightsSource
+from pdserve.executor.weights_group import GroupAddress
 from pdserve.model.params import fingerprint_of
-from pdserve.protocol.weights import PrepareWeights, weights_name
+from pdserve.model.tensor_file import tensors_in
+from pdserve.model.tensor_sources import TensorSource
+from pdserve.protocol.weights import JoinGroup, LeaveGroup, Preparation, PrepareTensors, PrepareWeights, weights_name
 from pdserve.ranks.input_log import InputLog
 from pdserve.ranks.messages import ToLeader, Trouble, WeightsLoaded
 from pdserve.scheduler.weights_update import InstalledWeights
@@ -37,23 +42,54 @@ class _Loading:
         assert built.weights is not None, "the factory makes it"
         self.loader: WeightsLoader = built.weights
         self.number = 0
-        self.future: Future[PreparedWeights] | None = None
+        self.future: Future[PreparedWeights | None] | None = None
+        """Its result is None after a command about a group."""
+        self._rank = built.coord.rank
 
-    def begin(self, command: PrepareWeights, then: Callable[[Future[PreparedWeights]], None] | None = None) -> None:
-        """Begin to load what `command` names."""
+    def begin(self, command: Preparation, then: Callable[[Future[PreparedWeights | None]], None] | None = None) -> None:
+        """Begin what `command` says, on a thread."""
         self.number += 1
-        present = self.loader.source
-        path, load_format = command.model_path or present.path, command.load_format or present.load_format
-        self.future = self.loader.prepare(WeightsSource(path, load_format))
+        present, groups = self.loader.source, self.loader.groups
+        match command:
+            case PrepareWeights():
+                path, load_format = command.model_path or present.path, command.load_format or present.load_format
+                self.future = self.loader.prepare(WeightsSource(path, load_format))
+            case PrepareTensors():
+                self.future = self.loader.prepare(
+                    dataclasses.replace(present, read_tensors=partial(self._read, command))
+                )
+            case JoinGroup():
+                address = GroupAddress(
+                    command.name, command.host, command.port, command.rank_offset + self._rank, command.world_size,
+                    command.backend, command.timeout_s,
+                )  # fmt: skip
+                self.future = self.loader.run(lambda: groups.join(address))
+            case LeaveGroup():
+                self.future = self.loader.run(lambda: groups.leave(command.name))
         if then is not None:
             self.future.add_done_callback(then)
+
+    def _read(self, command: PrepareTensors) -> Mapping[str, TensorSource]:
+        """Return the tensors of `command`. On the thread that loads."""
+        if command.group:
+            received = self.loader.groups.receive(command.group, command.sent)
+            return {name: TensorInMemory(tensor) for name, tensor in received.items()}
+        found: dict[str, TensorSource] = {}
+        for path in command.files:
+            tensors = tensors_in(path)
+            twice = found.keys() & tensors.keys()
+            if twice:
+                raise ModelError(f"the tensor {min(twice)} is given twice")
+            found |= tensors
+        return found
 
     def install(self) -> bool:
         """Compute with what is loaded; False: nothing is."""
         future, self.future = self.future, None
-        if future is None:
+        prepared = None if future is None else future.result()
+        if prepared is None:
             return False
-        self.loader.install(future.result())
+        self.loader.install(prepared)
         return True
 
     def drop(self) -> None:
@@ -71,7 +107,7 @@ class LeaderWeights:
         self._version = version
         self._reports: tuple[WeightsLoaded, ...] = ()
 
-    def begin(self, command: PrepareWeights) -> None:
+    def begin(self, command: Preparation) -> None:
         """See `RankWeights.begin`."""
         self._loading.begin(command)
 
@@ -89,8 +125,8 @@ class LeaderWeights:
         """See `RankWeights.install`."""
         engine, group = self._engine, self._engine.group
         future = self._loading.future
-        if future is not None:
-            prepared = future.result()
+        prepared = None if future is None else future.result()
+        if prepared is not None:
             self._loading.install()
             engine.change_weights(
                 [prepared.samples, *(one.samples for one in self._reports)],
@@ -128,9 +164,10 @@ class LeaderWeights:
             if not failure and report.trouble is not None:
                 failure = f"rank {rank}: {report.trouble.message}"
         self._reports = reports
-        if not failure:
+        prepared = None if failure else future.result()
+        if prepared is not None:
             try:
-                fingerprint_of([future.result().samples, *(one.samples for one in reports)])
+                fingerprint_of([prepared.samples, *(one.samples for one in reports)])
             except ModelError as error:
                 failure = str(error)
         if failure:
@@ -145,17 +182,20 @@ class FollowerWeights:
         self._loading = _Loading(built)
         self._inputs, self._report = inputs, report
 
-    def begin(self, command: PrepareWeights) -> None:
+    def begin(self, command: Preparation) -> None:
         """See `RankWeights.begin`."""
         number = self._loading.number + 1
 
-        def ended(future: Future[PreparedWeights]) -> None:
+        def ended(future: Future[PreparedWeights | None]) -> None:
             error = future.exception()
             if error is not None:
                 self._report(WeightsLoaded(number=number, trouble=Trouble.of(error)))
                 return
             found = future.result()
-            self._report(WeightsLoaded(number=number, samples=found.samples, draft_samples=found.draft_samples))
+            if found is None:
+                self._report(WeightsLoaded(number=number))
+            else:
+                self._report(WeightsLoaded(number=number, samples=found.samples, draft_samples=found.draft_samples))
 
         self._loading.begin(command, ended)
 
@@ -181,7 +221,7 @@ class FollowerWeights:
         self._loading.drop()
 
 
-def failure_of(future: Future[PreparedWeights]) -> str:
+def failure_of(future: Future[PreparedWeights | None]) -> str:
     """Return why a load has failed; empty: it has not."""
     error = future.exception()
     if error is None:

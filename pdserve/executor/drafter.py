@@ -36,6 +36,7 @@ from pdserve.model.attention.page_gather import GroupPool, KVPool
 from pdserve.model.drafting.interface import Drafted, DraftModel
 from pdserve.model.forward_batch import ForwardBatch, HostRows, IntArray, to_device
 from pdserve.model.interface import LayerTaps
+from pdserve.model.named_weights import MemoryRange
 from pdserve.model.params import WeightSamples, fingerprint_of
 
 Pages = npt.NDArray[np.int32]
@@ -77,6 +78,10 @@ class ModelDrafter(Protocol):
 
     def weight_samples(self) -> WeightSamples:
         """Return samples of this rank's weights of the model, as `Model.params` has them."""
+        ...
+
+    def weight_memory(self) -> list[MemoryRange]:
+        """See `DraftModel.weight_memory`."""
         ...
 
     @property
@@ -154,6 +159,10 @@ class Drafter:
     def weight_samples(self) -> WeightSamples:
         """See `ModelDrafter.weight_samples`."""
         return self._model.weight_samples()
+
+    def weight_memory(self) -> list[MemoryRange]:
+        """See `ModelDrafter.weight_memory`."""
+        return self._model.weight_memory()
 
     @property
     def num_bytes(self) -> int:

@@ -6,6 +6,7 @@ Where a replica has several ranks, call `join_replica` first, then `build_execut
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from functools import partial
 
@@ -17,10 +18,12 @@ from pdserve.base.parallel import DpRankCoord, RankCoord
 from pdserve.base.startup_times import POOLS, WARM_UP, StartupTimes
 from pdserve.config.groups import KernelConfig, ParallelConfig, ServerConfig
 from pdserve.errors import ConfigError, GrammarError
+from pdserve.executor.device_memory import DeviceMemory
 from pdserve.executor.draft_loading import add_drafter
 from pdserve.executor.drafter import Drafter, draft_pool
 from pdserve.executor.grammar_rows import GrammarRows
 from pdserve.executor.local_executor import LocalExecutor
+from pdserve.executor.logit_processors import LogitProcessors
 from pdserve.executor.loras import LoraAdapters, check_adapters, make_loras
 from pdserve.executor.model_in_use import ModelParts
 from pdserve.executor.model_loading import LoadedModel, ModelToLoad, load, read_model
@@ -71,8 +74,15 @@ class LoadedEngine:
     """LoRA adapters of this rank; None without --enable-lora."""
     weights: WeightsLoader | None = None
     """Loads other weights of the same model; None in tests whose weights stay."""
+    moves_experts: bool = False
+    """True with --enable-eplb."""
     pooling: Pooling | None = None
     """How the model makes one vector of a text; None without --is-embedding."""
+
+    @functools.cached_property
+    def device_memory(self) -> DeviceMemory:
+        """Reads weights by name, and gives memory back to the system."""
+        return DeviceMemory(self.executor, refuses_experts=self.moves_experts)
 
     @property
     def drafter(self) -> Drafter | None:
@@ -177,6 +187,7 @@ def build_executor(
         returns_prompt_results=not config.kernels.enable_deterministic_inference,
         processed_logprobs=config.model.logprobs_mode == "processed", drafter=parts.drafter, fold=parts.fold,
         max_forced=config.speculative.max_drafts, loras=loras,
+        processors=LogitProcessors.load(config.grammar.processor_names if is_sampler(parallel.coord) else ()),
     )  # fmt: skip
     with startup.part(WARM_UP):
         make_ready(executor, config, max_rows, context_length)
@@ -193,6 +204,7 @@ def build_executor(
     return LoadedEngine(
         executor, table, wanted.spec, sizes.num_pages, context_length, wanted.dtype, device, parallel.coord,
         loaded.arithmetic, sizes.groups, loaded.can_split_prompts, loras, weights,
+        config.parallel.enable_eplb,
         read_pooling(wanted.path, config.embedding.embedding_pooling) if config.embedding.is_embedding else None,
     )  # fmt: skip
 

@@ -8,8 +8,10 @@ picks those of its rows with one index. `LocalExecutor.open_row` writes them; th
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -50,13 +52,21 @@ _COLUMNS = np.dtype(
 
 
 @dataclasses.dataclass(frozen=True)
+class ProcessorCall:
+    """A row's logit processor, and the parameters that the request gives it."""
+
+    name: str
+    params: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
 class StepParams:
     """Columns of the rows that sample in this step, in plan order, and the position of the token that each samples.
 
     A row with k drafts samples at 1 + k positions, and counts as 1 + k rows here.
 
     `bans[i]`: tokens that row i may not take yet. `biases[i]`: logit biases of row i. `picks[i]`: token ids whose log
-    probabilities row i requests. An absent row has none.
+    probabilities row i requests. `processors[i]`: logit processor of row i. An absent row has none.
     """
 
     columns: np.ndarray[tuple[int], np.dtype[np.void]]
@@ -67,6 +77,7 @@ class StepParams:
     picks: dict[int, tuple[int, ...]]
     all_greedy: bool
     """True when every row takes the argmax of its raw logits and no row requests log probabilities."""
+    processors: dict[int, ProcessorCall] = dataclasses.field(default_factory=dict)
 
     @property
     def constrained(self) -> IntArray:
@@ -118,6 +129,7 @@ class SamplingMetadata:
         self._bans: dict[int, tuple[int, ...]] = {}
         self._biases: dict[int, dict[int, float]] = {}
         self._picks: dict[int, tuple[int, ...]] = {}
+        self._processors: dict[int, ProcessorCall] = {}
         self.prompt_logprob_params: dict[int, tuple[int, Logprobs]] = {}
         """By row that requests log probabilities of its prompt: prompt tokens and parameters."""
         self.hidden_params: dict[int, HiddenParams] = {}
@@ -163,6 +175,8 @@ class SamplingMetadata:
             self._bans[row] = tuple(sorted({*self._eos, *sampling.stop_token_ids}))
         if sampling.logit_bias:
             self._biases[row] = sampling.logit_bias
+        if sampling.processor is not None:
+            self._processors[row] = ProcessorCall(sampling.processor.name, json.loads(sampling.processor.params))
         if logprobs is not None and wants_output_logprobs and logprobs.token_ids:
             self._picks[row] = logprobs.token_ids
         if logprobs is not None and logprobs.prompt_from is not None:
@@ -181,6 +195,7 @@ class SamplingMetadata:
         self._bans.pop(row, None)
         self._biases.pop(row, None)
         self._picks.pop(row, None)
+        self._processors.pop(row, None)
         self.prompt_logprob_params.pop(row, None)
         self.hidden_params.pop(row, None)
 
@@ -201,7 +216,11 @@ class SamplingMetadata:
         picks = {}
         if self._picks:
             picks = {i: self._picks[int(row)] for i, row in enumerate(table_rows) if int(row) in self._picks}
-        return StepParams(columns, table_rows, positions, bans, biases, picks, plain and not bans and not biases)
+        calls = {}
+        if self._processors:
+            calls = {i: self._processors[int(row)] for i, row in enumerate(table_rows) if int(row) in self._processors}
+        is_plain = plain and not bans and not biases
+        return StepParams(columns, table_rows, positions, bans, biases, picks, is_plain, calls)
 
 
 @dataclasses.dataclass(frozen=True)

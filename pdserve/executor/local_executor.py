@@ -36,9 +36,11 @@ from pdserve.executor.input_batch import (
     sampled_rows,
 )
 from pdserve.executor.interface import BatchPlan, HostPages, StepHandle, StepResult
+from pdserve.executor.logit_processors import LogitProcessors
 from pdserve.executor.loras import LoraAdapters
 from pdserve.executor.model_in_use import ModelInUse, ModelParts
 from pdserve.executor.model_runner import Collect, NativeDecode, OnLayer, choose_runner
+from pdserve.executor.named_weights import NamedWeights
 from pdserve.executor.sampler import Found, TokenSampler, choose_with_torch, d2h_copy, d2h_copy_after, to_host
 from pdserve.executor.slot_stamps import SlotCopies, SlotStamps, StampWrites, copy_slots
 from pdserve.executor.token_outputs import StepOutputs, read_token_outputs
@@ -80,7 +82,7 @@ class _Step:
     backlog: Backlog | None = None
 
 
-class LocalExecutor(ModelInUse):
+class LocalExecutor(ModelInUse, NamedWeights):
     """Implements `Executor` for one rank. `context_length`: most tokens of a row, prompt and output together.
 
     `layout` is the whole model's; `pools` and `attention` belong to this rank's part of it.
@@ -95,6 +97,7 @@ class LocalExecutor(ModelInUse):
 
     `fold` folds the pending tokens of state slots, for models with recurrent layers that take drafts. `max_forced`:
     most tokens forced by its grammar that `StepResult.drafts` offers for a row. `loras`: adapters of rows; None: off.
+    `processors`: those that rows may name.
     """
 
     def __init__(
@@ -118,12 +121,13 @@ class LocalExecutor(ModelInUse):
         fold: Fold | None = None,
         max_forced: int = 0,
         loras: LoraAdapters | None = None,
+        processors: LogitProcessors | None = None,
     ) -> None:
         coord = model.parallel.coord
         self._layout, self._loras = layout, loras
         self.pools, self._table = pools, table
         self.device = device
-        self._processed_logprobs = processed_logprobs
+        self._processed_logprobs, self._processors = processed_logprobs, processors or LogitProcessors()
         self._native_decode = device.type == "cpu" and not overlap
         self._tokens = TokenPool(table.num_rows + 1, context_length + 1, coord.shape.pp_size, device)
         self._sampling_metadata = SamplingMetadata(table.num_rows, model.spec.eos_token_ids)

@@ -15,10 +15,11 @@ from pdserve.executor.expert_balance import ExpertBalance
 from pdserve.executor.graphs import Capture, DecodeGraphs, GraphCapture, Padding
 from pdserve.executor.input_batch import SamplingMetadata, TokenPool
 from pdserve.executor.interface import StepHandle
+from pdserve.executor.logit_processors import LogitProcessors
 from pdserve.executor.loras import LoraAdapters
 from pdserve.executor.model_runner import ModelRunner, NativeDecode, NativeDecodePath, StepRunner
 from pdserve.executor.page_copies import HostTierCopies
-from pdserve.executor.sampler import TokenSampler
+from pdserve.executor.sampler import Sampler, TokenSampler
 from pdserve.executor.verify import Fold
 from pdserve.executor.warm_up import warm_up
 from pdserve.memory.kv_memory import PageTable
@@ -56,6 +57,7 @@ class ModelInUse(HostTierCopies):
     _open: set[int]
     _launched: deque[StepHandle]
     _processed_logprobs: bool
+    _processors: LogitProcessors
     _native_decode: bool
     _model: Model
     _attention: AttentionBackend
@@ -70,7 +72,7 @@ class ModelInUse(HostTierCopies):
         model, drafter = parts.model, parts.drafter
         self._model, self._attention, self._drafter, self._fold = model, parts.attention, drafter, parts.fold
         self._model_runner = ModelRunner(
-            model, parts.attention, parts.choose, processed_logprobs=self._processed_logprobs,
+            model, parts.attention, Sampler(parts.choose, self._processed_logprobs, self._processors),
             taps=None if drafter is None else drafter.taps,
         )  # fmt: skip
         self._native_path, self._deferred = None, None

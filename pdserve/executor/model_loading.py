@@ -54,9 +54,10 @@ from pdserve.model.loader import (
 from pdserve.model.native.decoder import NativeDecoder
 from pdserve.model.native.packer import AttentionInModel
 from pdserve.model.parallel import Parallel
-from pdserve.model.params import ParamSlots, TensorSource, torch_dtype
+from pdserve.model.params import ParamSlots, torch_dtype
 from pdserve.model.placement import ExpertMap, first_placement
 from pdserve.model.pooling import read_embedding_spec
+from pdserve.model.tensor_sources import TensorSource
 
 if TYPE_CHECKING:
     from pdserve.model.hf.config import TransformersSource
@@ -86,6 +87,8 @@ class ModelToLoad:
     startup: StartupTimes
     beside: LoadedModel | None = None
     overlay: Mapping[str, TensorSource] = dataclasses.field(default_factory=dict)
+    carried: ParamSlots | None = None
+    """Parameters in use, which the model has where `overlay` has no other values; None: those of the checkpoint."""
 
     @property
     def kv_dtype(self) -> str:
@@ -374,7 +377,7 @@ def _fill(decoder: Decoder, wanted: ModelToLoad) -> None:
     model = wanted.config.model
     fill_model(
         decoder, wanted.path, load_format=model.load_format, seed=model.random_seed, on_progress=wanted.startup.loaded,
-        overlay=wanted.overlay,
+        overlay=wanted.overlay, carried=wanted.carried,
     )  # fmt: skip
     give_back_freed()
 

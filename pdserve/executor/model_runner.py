@@ -34,7 +34,7 @@ from pdserve.executor.graphs import DecodeGraphs
 from pdserve.executor.input_batch import HostBatch, SamplingMetadata, StepParams, build_batch
 from pdserve.executor.interface import BatchPlan, SampledToken, StepResult
 from pdserve.executor.prompt_logprobs import PromptLogprobComputer, PromptLogprobTensors
-from pdserve.executor.sampler import Sampled, TokenSampler, choose_with_torch, sample
+from pdserve.executor.sampler import Sampled, Sampler
 from pdserve.executor.token_outputs import TokenOutputParams, TokenOutputs
 from pdserve.executor.verify import StepDrafts, take_apart
 from pdserve.memory.kv_memory import PageTable
@@ -47,15 +47,14 @@ from pdserve.model.parallel import Arrival, is_sampler
 
 
 class ModelRunner:
-    """Computes one rank's part of the model. `processed_logprobs`: see `sample`. `taps`: see `Model.forward`."""
+    """Computes one rank's part of the model. `taps`: see `Model.forward`."""
 
     def __init__(
         self,
         model: Model,
         attention: AttentionBackend,
-        choose: TokenSampler = choose_with_torch,
+        sampler: Sampler | None = None,
         *,
-        processed_logprobs: bool = False,
         taps: LayerTaps | None = None,
     ) -> None:
         self.taps = taps
@@ -66,7 +65,7 @@ class ModelRunner:
         """True when the argmax tokens of the step just computed are already in the rows' tokens."""
         self._model = model
         self._attention = attention
-        self._sample = partial(sample, choose=choose, processed_logprobs=processed_logprobs)
+        self._sample = sampler or Sampler()
         self._parallel = model.parallel
         self.is_sampler = is_sampler(self._parallel.coord)
         self._scores: list[PromptLogprobTensors] = []
@@ -132,7 +131,7 @@ class ModelRunner:
         if masks is None:
             return self._sample(logits, params, tokens)
         failed, params = masks.apply(logits), params.without_grammar_bans()
-        return dataclasses.replace(self._sample(logits, params, tokens), failed=failed)
+        return self._sample(logits, params, tokens, failed)
 
     def token_outputs(self, output_params: Sequence[TokenOutputParams], device: torch.device) -> TokenOutputs | None:
         """Return what the micro-batches just computed return of their tokens; None when nothing is requested.

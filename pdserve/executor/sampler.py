@@ -2,10 +2,10 @@
 
 Called by `ModelRunner` and `LocalExecutor`.
 
-Order: logit bias and penalties, bans, temperature, then top-k, top-p and min-p together on the resulting probabilities
-(as SGLang: each filter sees the unfiltered distribution), then one draw. A draw inverts the cumulative distribution at
-a uniform number that is a hash of (seed, position). So a token depends on its logits, its seed and its position, never
-on the rest of the batch or on the server that computes it.
+Order: logit bias and penalties, bans, logit processors, temperature, then top-k, top-p and min-p together on the
+resulting probabilities (as SGLang: each filter sees the unfiltered distribution), then one draw. A draw inverts the
+cumulative distribution at a uniform number that is a hash of (seed, position). So a token depends on its logits, its
+seed and its position, never on the rest of the batch or on the server that computes it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pdserve.executor.input_batch import StepParams
 from pdserve.executor.interface import SampledToken
+from pdserve.executor.logit_processors import LogitProcessors
 from pdserve.executor.prompt_logprobs import PromptLogprobTensors
 from pdserve.executor.token_outputs import TokenOutputs
 from pdserve.model.forward_batch import IntArray, to_device
@@ -113,18 +114,41 @@ def sample(
     choose: TokenSampler = choose_with_torch,
     *,
     processed_logprobs: bool = False,
+    process: Callable[[Tensor], Tensor] | None = None,
 ) -> Sampled:
     """Sample one token a row. `logits` float32 `[S, V]`; `tokens` int32 `[num_table_rows, context]`: known tokens.
 
-    `processed_logprobs`: log probabilities after bias, penalties, bans and temperature, instead of those of `logits`.
+    `processed_logprobs`: log probabilities after bias, penalties, bans, processors and temperature, instead of those of
+    `logits`; of prompt tokens they are always the model's own. `process`: `StepProcessors.apply` of the step.
     """
     draws = not params.columns["greedy"].all()
     points = uniforms(params.columns["seed"], params.positions) if draws else np.zeros(len(params.positions))
     shaped = _shape(logits, params, tokens)
+    if process is not None:
+        shaped = process(shaped)
     chosen = choose(shaped, params.columns, points)
     if processed_logprobs and params.wants_logprobs:
         return _with_logprobs(chosen, _scaled(shaped, params.columns), params)
     return _with_logprobs(chosen, logits, params)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+    """How a rank samples. `choose` picks tokens from logits; `processed_logprobs`: see `sample`."""
+
+    choose: TokenSampler = choose_with_torch
+    processed_logprobs: bool = False
+    processors: LogitProcessors = dataclasses.field(default_factory=LogitProcessors)
+
+    def __call__(self, logits: Tensor, params: StepParams, tokens: Tensor, failed: Tensor | None = None) -> Sampled:
+        """Sample as `sample`. `failed`: see `Sampled.failed`; 1 also where a logit processor fails."""
+        step = self.processors.begin(params)
+        process = None if step is None else step.apply
+        made = sample(logits, params, tokens, self.choose, processed_logprobs=self.processed_logprobs, process=process)
+        if step is not None:
+            assert failed is not None, "rows with a processor have a grammar, if only any_text"
+            failed = step.mark(failed, params.constrained)
+        return dataclasses.replace(made, failed=failed)
 
 
 def to_host(sampled: Sampled, params: StepParams) -> list[SampledToken]:

@@ -27,11 +27,18 @@ from pdserve.executor.local_executor import LocalExecutor
 from pdserve.executor.memory_sizing import free_bytes
 from pdserve.executor.model_in_use import ModelParts
 from pdserve.executor.model_loading import LoadedModel, ModelToLoad, load, read_model
+from pdserve.executor.weights_group import WeightsGroups
 from pdserve.model.drafting.interface import DraftModel
-from pdserve.model.params import TensorSource, WeightSamples
+from pdserve.model.loader import quantization_of
+from pdserve.model.params import WeightSamples
 from pdserve.model.paths import resolve_model_path
+from pdserve.model.tensor_sources import TensorSource
 
 LoadFormat = Literal["auto", "dummy"]
+
+
+ReadTensors = Callable[[], Mapping[str, TensorSource]]
+"""Returns tensors by their names in the checkpoint, on the thread that loads. Raises ModelError."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +51,9 @@ class WeightsSource:
     path: str
     load_format: LoadFormat = "auto"
     overlay: Mapping[str, TensorSource] = dataclasses.field(default_factory=dict)
+    read_tensors: ReadTensors | None = None
+    """Reads tensors of a part of the weights; all others stay as they are in use. None: all come from the checkpoint.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +104,8 @@ class WeightsLoader:
     ) -> None:
         self._executor, self._wanted, self._loaded = executor, wanted, loaded
         self._bind, self._make_ready = bind, make_ready
+        self.groups = WeightsGroups(wanted.device)
+        """Process groups in which a trainer sends weights."""
         self.source = WeightsSource(wanted.config.model.model_path, wanted.config.model.load_format)
         """Where the weights in use come from."""
 
@@ -113,14 +125,28 @@ class WeightsLoader:
             return "--kv-events-config: the weights of a server that publishes KV events cannot be changed"
         return None
 
-    def prepare(self, source: WeightsSource) -> Future[PreparedWeights]:
+    def prepare(self, source: WeightsSource) -> Future[PreparedWeights | None]:
         """Begin to load `source` beside the weights in use.
 
         The future's exception is a PdserveError: the weights are missing, damaged, of another model or in another
         number format, or there is too little memory.
         """
-        future: Future[PreparedWeights] = Future()
+        future: Future[PreparedWeights | None] = Future()
         threading.Thread(target=self._into, args=(future, source), name="weights", daemon=True).start()
+        return future
+
+    def run(self, action: Callable[[], None]) -> Future[PreparedWeights | None]:
+        """Begin `action` on a thread. The future's result is None, or its exception that of the action."""
+        future: Future[PreparedWeights | None] = Future()
+
+        def into() -> None:
+            try:
+                action()
+                future.set_result(None)
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=into, name="weights-group", daemon=True).start()
         return future
 
     def install(self, prepared: PreparedWeights) -> None:
@@ -129,18 +155,20 @@ class WeightsLoader:
         Raises what the capture of decode steps raises on CUDA; the executor is not usable then.
         """
         self._executor.swap_model(prepared.parts)
-        self._loaded, self.source = prepared.loaded, prepared.source
+        self._loaded = prepared.loaded
+        self.source = dataclasses.replace(prepared.source, overlay={}, read_tensors=None)
         self._make_ready()
         give_back_freed()
 
-    def _into(self, future: Future[PreparedWeights], source: WeightsSource) -> None:
+    def _into(self, future: Future[PreparedWeights | None], source: WeightsSource) -> None:
         """Load on the thread "weights"."""
         try:
             future.set_result(self._load(source))
         except PdserveError as error:
             future.set_exception(error)
         except (MemoryError, RuntimeError, OSError, ValueError) as error:
-            future.set_exception(ModelError(f"{source.path} cannot be loaded: {type(error).__name__}: {error}"))
+            what = source.path if source.read_tensors is None else "the tensors"
+            future.set_exception(ModelError(f"{what} cannot be loaded: {type(error).__name__}: {error}"))
         except BaseException as error:
             future.set_exception(error)
 
@@ -157,6 +185,10 @@ class WeightsLoader:
         wanted = read_model(config, path, present.device, present.parallel, StartupTimes())
         self._check_model(wanted)
         wanted = dataclasses.replace(wanted, dtype=present.dtype, beside=self._loaded, overlay=source.overlay)
+        if source.read_tensors is not None:
+            self._check_partial()
+            in_use = self._loaded.model.params
+            wanted = dataclasses.replace(wanted, overlay=source.read_tensors(), carried=in_use)
         loaded, draft_model = add_drafter(wanted, load(wanted))
         if (loaded.layout, loaded.arithmetic) != (self._loaded.layout, self._loaded.arithmetic):
             raise ModelError(
@@ -166,6 +198,13 @@ class WeightsLoader:
         parts = self._bind(wanted, loaded, draft_model)
         drafts = {} if parts.drafter is None else parts.drafter.weight_samples()
         return PreparedWeights(source, loaded, parts, loaded.model.params.samples(), drafts)
+
+    def _check_partial(self) -> None:
+        """Raise ModelError where single tensors of the model in use cannot be replaced."""
+        if self._wanted.source is not None:
+            raise ModelError("this model runs through transformers: its weights change from disk only")
+        if self._loaded.formats or quantization_of(self._wanted.path) is not None:
+            raise ModelError("this model has quantized weights, which change from disk only")
 
     def _check_memory(self) -> None:
         """Raise ModelError where a second copy of the weights does not fit beside the first."""

@@ -159,7 +159,14 @@ COMMANDS = frozenset(
         "/resume",
         "/load_lora_adapter",
         "/unload_lora_adapter",
+        "/release_memory_occupation",
+        "/resume_memory_occupation",
+        "/get_weights_by_name",
         "/update_weights_from_disk",
+        "/update_weights_from_tensor",
+        "/update_weights_from_distributed",
+        "/init_weights_update_group",
+        "/destroy_weights_update_group",
         "/update_weight_version",
         "/observe",
         "/observe/history",
@@ -182,7 +189,10 @@ OLLAMA_GENERATE_PATH = "/api/generate"
 OLLAMA_TAGS_PATH = "/api/tags"
 OLLAMA_SHOW_PATH = "/api/show"
 OLLAMA_VERSION_PATH = "/api/version"
-POOLING = (EMBEDDINGS_PATH,)
+SCORE_PATH = "/v1/score"
+RERANK_PATH = "/v1/rerank"
+COHERE_RERANK_PATH = "/v2/rerank"
+POOLING = (EMBEDDINGS_PATH, SCORE_PATH, RERANK_PATH, COHERE_RERANK_PATH)
 """Paths that compute prompts and generate no tokens. Only a server without a peer answers them."""
 GENERATING = (
     *(CHAT_PATH, COMPLETIONS_PATH, GENERATE_PATH, RESPONSES_PATH, MESSAGES_PATH),

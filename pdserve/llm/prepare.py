@@ -25,7 +25,6 @@ from pdserve.server.http.json_http import convert
 from pdserve.server.openai.chat import chat_prompt, final_text
 from pdserve.server.openai.chat_tools import plan_tools
 from pdserve.server.request.constraints import Constraint, reasoning_grammar
-from pdserve.server.request.custom_params import limit_thinking
 from pdserve.server.request.intake import check_salt, check_token_ids, make_requests, prompt_request
 from pdserve.server.request.sampling_fields import check_prompt_fits
 from pdserve.server.request.schemas import ChatBody
@@ -287,10 +286,10 @@ class Preparer:
     ) -> Job:
         grammar = await self._grammar(prompt, params)
         context, count = self._context, len(prompt.input_ids)
-        thinking = await context.take_thinking(params.custom_params, "custom_params")
-        inside = prompt.begins_inside if prompt.is_chat else context.begins_inside(thinking, prompt.input_ids)
+        custom = await context.take_custom(params.custom_params, "custom_params", params.custom_logit_processor)
+        inside = prompt.begins_inside if prompt.is_chat else context.begins_inside(custom, prompt.input_ids)
         sampling = params.for_engine(count, context.limits(), prompt.where, grammar)
-        sampling = limit_thinking(sampling, thinking, inside)
+        sampling = custom.apply(sampling, inside)
         for running in self._servers:  # a prefill server may have a smaller KV pool for the prompt
             check_prompt_fits(count, running.context.limits(), prompt.where)
         own = next(self._numbers)

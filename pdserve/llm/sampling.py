@@ -46,7 +46,7 @@ class SamplingParams:
     of most likely tokens to return beside each sampled token; 0: the sampled token only; None: no log probabilities.
     `prompt_logprobs`: the same for prompt tokens. `seed` None: derived from the LLM's seed, if it has one.
     `speculative` False: no speculative decoding for this request. `custom_params`: `thinking_budget`, the most tokens
-    of reasoning.
+    of reasoning, and the parameters of `custom_logit_processor`, the name of one of the LLM's `logit_processors`.
     At most one of these fields constrains the output: `structured_outputs` (a dict with `json`, `regex`, `choice`,
     `grammar`, `json_object` or `structural_tag`), `response_format`, `json_schema`, `regex`, `ebnf` and
     `structural_tag`.
@@ -83,6 +83,7 @@ class SamplingParams:
     ebnf: str | None = None
     structural_tag: Mapping[str, Any] | str | None = None
     custom_params: Mapping[str, Any] | None = None
+    custom_logit_processor: str | None = None
     speculative: bool = True
 
     def __post_init__(self) -> None:

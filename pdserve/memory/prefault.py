@@ -68,7 +68,8 @@ class Prefault:
         self._taken_s = -math.inf
         self._wake_at = num_ahead
         self._begun = threading.Event()
-        self._closing = False
+        self._closing = self._is_held = False
+        self._committing = threading.Lock()
         self._told = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-commit", daemon=True)
         self._thread.start()
@@ -83,6 +84,17 @@ class Prefault:
         self._highest = highest
         if not self._reaches(self._wake_at):
             self._told.set()
+
+    def hold(self) -> None:
+        """Commit nothing until `go_on`; returns once no commit is under way."""
+        with self._committing:
+            self._is_held = True
+        self._told.set()
+
+    def go_on(self) -> None:
+        """Commit again. Pages that were used before, and given back meanwhile, are committed as they are used."""
+        self._is_held = False
+        self._told.set()
 
     def close(self) -> None:
         """Stop committing; returns once no commit is under way."""
@@ -101,7 +113,9 @@ class Prefault:
             os.setpriority(os.PRIO_PROCESS, own, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, own)))
         try:
             while self._committed < self._num_pages and not self._closing:
-                if self._reaches(self._num_ahead):
+                if self._is_held:
+                    self.pause(None, 0)
+                elif self._reaches(self._num_ahead):
                     self.pause(None, self._num_ahead // 2)
                 elif self._reaches(self._few) and (left_s := self._taken_s + self._quiet_s - time.monotonic()) > 0:
                     self.pause(left_s, self._few)
@@ -119,12 +133,17 @@ class Prefault:
         """
         self._begun.set()
         self._wake_at = wake_at
-        if self._reaches(wake_at) and not self._closing:
+        if (self._is_held or self._reaches(wake_at)) and not self._closing:
             self._told.wait(seconds)
         self._told.clear()
 
     def _commit_step(self) -> None:
         """Commit the next step."""
+        with self._committing:
+            if not self._is_held:
+                self._commit_ahead()
+
+    def _commit_ahead(self) -> None:
         begin = max(self._committed, self._highest + 1)
         end = min(self._num_pages, begin + self._step, self._highest + 1 + self._num_ahead)
         for address, page_bytes in self._buffers:

@@ -57,6 +57,7 @@ class _Segments:
 
 
 _segments = _Segments()
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def allocate(num_bytes: int) -> mmap.mmap:
@@ -95,6 +96,25 @@ def allocate_private(num_bytes: int) -> mmap.mmap:
 def find(address: int, num_bytes: int) -> Segment | None:
     """Return the segment that contains `[address, address + num_bytes)`; None for memory not from `allocate`."""
     return _segments.find(address, num_bytes)
+
+
+def give_back(address: int, num_bytes: int) -> None:
+    """Give whole pages of `[address, address + num_bytes)` back to the system; they read as zeros from now on.
+
+    Pages of a segment are freed in all processes that have it mapped. Not for memory of a device.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    page = os.sysconf("SC_PAGE_SIZE")
+    begin, end = -(-address // page) * page, (address + num_bytes) // page * page
+    if begin >= end:
+        return
+    is_shared = find(begin, end - begin) is not None
+    advice = mmap.MADV_REMOVE if is_shared else mmap.MADV_DONTNEED
+    if _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 def map_whole(descriptor: int, num_bytes: int) -> mmap.mmap:

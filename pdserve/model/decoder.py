@@ -37,6 +37,7 @@ from pdserve.model.layers.expert_parallel import ExpertParallelMoe
 from pdserve.model.layers.kernels import FastKernels, Kernels, Rotary
 from pdserve.model.layers.moe import TPMoE
 from pdserve.model.mla import MLA
+from pdserve.model.named_weights import MemoryRange
 from pdserve.model.parallel import Parallel, SingleRank
 from pdserve.model.params import Param, ParamSlots
 from pdserve.model.placement import ExpertMap
@@ -117,6 +118,10 @@ class Decoder:
     @property
     def argmax(self) -> None:
         """See `Model.argmax`. Always None."""
+
+    def weight_memory(self) -> list[MemoryRange]:
+        """See `Model.weight_memory`."""
+        return self.params.memory()
 
     def idle(self) -> None:
         """See `Model.idle`."""

@@ -29,7 +29,8 @@ from pdserve.model.layers.gated_delta import (
 )
 from pdserve.model.layers.kernels import Kernels
 from pdserve.model.parallel import Parallel
-from pdserve.model.params import Param, ParamPiece, ParamSlots
+from pdserve.model.params import Param, ParamSlots
+from pdserve.model.tensor_sources import ParamPiece
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from pdserve.model.config import ModelSpec
 from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
 from pdserve.model.layers.moe import TPMoE
+from pdserve.model.named_weights import MemoryRange
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import ParamSlots
 
@@ -70,6 +71,10 @@ class Model(Protocol):
     @property
     def params(self) -> ParamSlots:
         """The weights."""
+        ...
+
+    def weight_memory(self) -> list[MemoryRange]:
+        """Return the memory of all weights; ranges may overlap. Not of weights that are packed for a GPU."""
         ...
 
     @property

@@ -25,11 +25,12 @@ from pdserve.model.decoder import Decoder
 from pdserve.model.grouped_weights import GroupFormat
 from pdserve.model.layers.kernels import Kernels
 from pdserve.model.parallel import Parallel
-from pdserve.model.params import QuantizedSource, TensorSource, torch_dtype
+from pdserve.model.params import ParamSlots, torch_dtype
 from pdserve.model.paths import weight_files
 from pdserve.model.placement import ExpertMap
 from pdserve.model.quantization.config import Quantization, read_quantization
 from pdserve.model.quantization.layers import QuantizedLayers
+from pdserve.model.tensor_sources import QuantizedSource, TensorSource
 
 OnProgress = Callable[[int, int], None]
 """Called with the bytes that were read, and the bytes of all files."""
@@ -160,13 +161,22 @@ def fill_model(
     on_progress: OnProgress = lambda num_bytes, total: None,
     prefix: str = "",
     overlay: Mapping[str, TensorSource] | None = None,
+    carried: ParamSlots | None = None,
 ) -> None:
     """Fill `model` with the weights at `path`, or with random ones. Raises ModelError, as `load_model`.
 
     `on_progress` gets the bytes of the files that have been read, and of all files, after every tensor. Tensors whose
     names do not begin with `prefix` are not read. `overlay`: tensors by name that are read instead of those at `path`.
+    `carried`: parameters of an equal model whose values are taken instead of those at `path`.
     """
+    overlay = overlay or {}
     with torch.inference_mode():
+        if carried is not None:
+            given = {own for name in overlay for own in model.params.names_of(name)}
+            model.params.carry_over(carried, given)
+            for name, source in overlay.items():
+                model.params.fill(name, source)
+            return
         if load_format == "dummy":
             model.params.fill_random(seed)
             return
@@ -174,7 +184,6 @@ def fill_model(
             tensors = _gguf(path, model.spec, on_progress)
         else:
             tensors = _safetensors(path, quantization_of(path), on_progress)
-        overlay = overlay or {}
         for name, source in tensors:
             if name.startswith(prefix) and name not in overlay:
                 model.params.fill(name, source)

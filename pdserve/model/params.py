@@ -9,14 +9,15 @@ import dataclasses
 import hashlib
 import struct
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pdserve.errors import ModelError
-from pdserve.model.grouped_weights import GroupFormat, QuantizedWeight, concatenated, within
+from pdserve.model.grouped_weights import GroupFormat, QuantizedWeight, within
+from pdserve.model.named_weights import MemoryRange, NamedRows, check_size, named_rows
+from pdserve.model.tensor_sources import ParamPiece, PieceSource, QuantizedPieceSource, QuantizedSource, TensorSource
 
 _DTYPES = {
     "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "int8": torch.int8,
@@ -35,38 +36,6 @@ WeightSamples = dict[str, dict[int, float]]
 def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype called `name`: bfloat16, float16 or float32, or that of the codes of 8-bit KV."""
     return _DTYPES[name]
-
-
-class TensorSource(Protocol):
-    """An unread tensor of a checkpoint."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape in the checkpoint."""
-        ...
-
-    def read(self, part: tuple[slice, ...] | None) -> Tensor:
-        """Read `part`, one slice per dimension; the whole tensor for None."""
-        ...
-
-
-@runtime_checkable
-class QuantizedSource(TensorSource, Protocol):
-    """A tensor of a checkpoint that can be read without being dequantized."""
-
-    @property
-    def format(self) -> GroupFormat:
-        """The format that holds what `read_quantized` returns."""
-        ...
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether `read_quantized` returns the values of `read`; otherwise it rounds them."""
-        ...
-
-    def read_quantized(self, part: tuple[slice, ...] | None) -> QuantizedWeight:
-        """Read `part`, as `read` does. Of `[experts, in, out]` it is the part of one expert, with outputs first."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +61,15 @@ class Param:
         blocks = value.view(-1, len(self.order), *value.shape[1:])
         return blocks[:, list(self.order)].view(value.shape)
 
+    def unordered(self, stored: Tensor) -> Tensor:
+        """Return stored rows, whole blocks, in the order of the checkpoint."""
+        if self.order is None or not len(stored):
+            return stored
+        blocks = stored.reshape(-1, len(self.order), *stored.shape[1:])
+        found = torch.empty_like(blocks)
+        found[:, list(self.order)] = blocks
+        return found.view(stored.shape)
+
     def ordered_rows(self, weight: QuantizedWeight) -> QuantizedWeight:
         """Return `ordered` of a weight that is not dequantized."""
         return weight if self.order is None else weight.rows(self.ordered(torch.arange(len(weight.values))))
@@ -114,92 +92,14 @@ class Param:
 
 
 @dataclasses.dataclass(frozen=True)
-class ParamPiece:
-    """A parameter `name` of `shape` that is a part of a larger checkpoint tensor; see `ParamSlots.divide`.
+class RowReader:
+    """Reads a stacked tensor that was repacked. `rows(start, stop)` returns its rows `[stop - start, ...]`.
 
-    Its rows are blocks of `block` rows of the tensor, which begin at rows `first`, `first + stride`, and so on; None:
-    all rows from `first` on. With `index` the tensor has one more dimension in front, and the piece is there. With
-    `transposed` the rows of the piece, a matrix, are columns of the tensor.
+    `is_exact`: the rows are copies of the values that were packed, and may be read beside steps.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    first: int = 0
-    block: int | None = None
-    stride: int = 0
-    index: int | None = None
-    transposed: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class _PieceSource:
-    """Implements `TensorSource` for a piece of `whole`; reads only the requested rows."""
-
-    whole: TensorSource
-    piece: ParamPiece
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.piece.shape
-
-    def read(self, part: tuple[slice, ...] | None) -> Tensor:
-        piece = self.piece
-        if piece.block == 1:  # one read, and not one for each row
-            asked, *rest = part or [slice(0, size) for size in piece.shape]
-            first, last = (piece.first + row * piece.stride for row in (asked.start, asked.stop - 1))
-            return self._rows(slice(first, last + 1), rest)[:: piece.stride]
-        found = [self._rows(rows, rest) for rows, *rest in self.parts(part)]
-        return found[0] if len(found) == 1 else torch.cat(found)
-
-    def parts(self, part: tuple[slice, ...] | None) -> list[tuple[slice, ...]]:
-        """Return the parts of the whole that are `part` of the piece, without regard to `index` and `transposed`."""
-        piece = self.piece
-        asked, *rest = part or [slice(0, size) for size in piece.shape]
-        block = piece.block or piece.shape[0]
-        found, row = [], asked.start
-        while row < asked.stop:
-            number, within = divmod(row, block)
-            count = min(block - within, asked.stop - row)
-            start = piece.first + number * piece.stride + within
-            found.append((slice(start, start + count), *rest))
-            row += count
-        return found
-
-    def _rows(self, rows: slice, rest: Sequence[slice]) -> Tensor:
-        """Read rows of the tensor, or its columns where they are rows of the piece."""
-        lead = () if self.piece.index is None else (slice(self.piece.index, self.piece.index + 1),)
-        part = self.whole.read((*lead, *rest, rows) if self.piece.transposed else (*lead, rows, *rest))
-        found = part if self.piece.index is None else part[0]
-        return found.t() if self.piece.transposed else found
-
-
-@dataclasses.dataclass(frozen=True)
-class _QuantizedPieceSource(_PieceSource):
-    """Implements `QuantizedSource` for rows of a matrix, or of an expert's matrix."""
-
-    whole: QuantizedSource
-
-    @property
-    def format(self) -> GroupFormat:
-        return self.whole.format
-
-    @property
-    def is_exact(self) -> bool:
-        return self.whole.is_exact
-
-    def read_quantized(self, part: tuple[slice, ...] | None) -> QuantizedWeight:
-        piece = self.piece
-        if piece.block == 1:
-            asked, *rest = part or [slice(0, size) for size in piece.shape]
-            first, last = (piece.first + row * piece.stride for row in (asked.start, asked.stop - 1))
-            found = self._quantized_rows(slice(first, last + 1), rest)
-            return found.rows(torch.arange(0, last + 1 - first, piece.stride))
-        return concatenated([self._quantized_rows(rows, rest) for rows, *rest in self.parts(part)])
-
-    def _quantized_rows(self, rows: slice, rest: Sequence[slice]) -> QuantizedWeight:
-        """Read rows of the piece, which are columns of the tensor if the piece is transposed."""
-        lead = () if self.piece.index is None else (slice(self.piece.index, self.piece.index + 1),)
-        return self.whole.read_quantized((*lead, *rest, rows) if self.piece.transposed else (*lead, rows, *rest))
+    rows: Callable[[int, int], Tensor]
+    is_exact: bool
 
 
 @dataclasses.dataclass
@@ -233,6 +133,8 @@ class ParamSlots:
         self._repacked_bytes = 0
         self._quantized: dict[str, QuantizedWeight | None] = {}
         """Parameters that are kept as the checkpoint has them, too; None: not filled yet."""
+        self._repacked: dict[str, tuple[RowReader, int]] = {}
+        """By repacked parameter: how to read the tensor that it is in, and the number of its first row there."""
 
     @property
     def device(self) -> torch.device:
@@ -301,9 +203,9 @@ class ParamSlots:
                 raise ModelError(f"tensor {name} is {list(source.shape)}, expected {list(shape)}")
             for piece in pieces:
                 if isinstance(source, QuantizedSource):
-                    self.fill(piece.name, _QuantizedPieceSource(source, piece))
+                    self.fill(piece.name, QuantizedPieceSource(source, piece))
                 else:
-                    self.fill(piece.name, _PieceSource(source, piece))
+                    self.fill(piece.name, PieceSource(source, piece))
             return
         slot = self._slots.get(name)
         if slot is None:
@@ -328,6 +230,40 @@ class ParamSlots:
                 raise ModelError(f"tensor {name} is {kind}, and no tensors beside it say how it was quantized")
             slot.copy_(param.ordered(value))
         self._given(name)
+
+    def carry_over(self, other: ParamSlots, given: Collection[str]) -> None:
+        """Fill all parameters but `given` with the values that `other`, of an equal model, has of them.
+
+        Raises:
+            ModelError: `other` has one of them in fewer bits, or in a form that cannot be read back.
+        """
+        for name in [name for name in self._slots if name not in given and name not in self._filled]:
+            slot = self._slots[name]
+            reader = other.reader(name)
+            if reader is not None and not reader.is_exact:
+                raise ModelError(
+                    f"{name} is kept in fewer bits than {slot.dtype}, so tensors of all parameters must be sent"
+                )
+            slot.copy_(other.stored_rows(name, len(slot)))
+            self._given(name)
+
+    def reader(self, name: str) -> RowReader | None:
+        """Return the reader of a parameter that was repacked; None: it was not, or cannot be read back."""
+        return self._repacked[name][0] if name in self._repacked else None
+
+    def stored_rows(self, name: str, count: int) -> Tensor:
+        """Return the first `count` rows of a parameter that this rank holds, in the order in which they are stored.
+
+        Raises:
+            ModelError: it is in a form that cannot be read back.
+        """
+        slot = self._slots.get(name)
+        if slot is not None:
+            return slot[:count]
+        if name not in self._repacked:
+            raise ModelError(f"{name} is kept in a packed form that cannot be read back")
+        reader, first = self._repacked[name]
+        return reader.rows(first, first + count)
 
     def params_in(self, whole: Tensor) -> list[Param]:
         """Return the parameters in `whole`, from `stacked`, in order."""
@@ -419,14 +355,68 @@ class ParamSlots:
         held = {name: _samples(self._params[name], slot) for name, slot in self._slots.items()}
         return {name: self._samples[name] if name in self._samples else held[name] for name in self._params}
 
-    def release_weights(self, whole: Tensor, num_bytes: int) -> None:
+    def release_weights(self, whole: Tensor, num_bytes: int, read: RowReader | None = None) -> None:
         """Drop the parameters in `whole`, from `stacked`, which were repacked into `num_bytes` elsewhere.
 
-        Their samples are kept.
+        Their samples are kept. `read` returns rows of `whole`; None: they cannot be read back.
         """
         for name in self._names_in(whole):
-            self._samples[name] = _samples(self._params[name], self._slots.pop(name))
+            slot = self._slots.pop(name)
+            self._samples[name] = _samples(self._params[name], slot)
+            if read is not None:
+                self._repacked[name] = read, slot.storage_offset() // slot.stride(0)
         self._repacked_bytes += num_bytes
+
+    def memory(self) -> list[MemoryRange]:
+        """Return the memory of the parameters that are not repacked. A range may occur more than once."""
+        storages = (slot.untyped_storage() for slot in self._slots.values())
+        return [MemoryRange(storage.data_ptr(), storage.nbytes()) for storage in storages if storage.nbytes()]
+
+    def read(self, name: str, max_rows: int) -> list[NamedRows]:
+        """Return what this rank holds of the first `max_rows` rows of the checkpoint's tensor `name`, in float32.
+
+        Empty: another rank has it, or this model does not use it. Weights in fewer bits are dequantized.
+
+        Raises:
+            ModelError: this architecture has no such tensor, it is too large, or its form cannot be read back.
+        """
+        name = self._rename(name)
+        if name not in self._divided:
+            param = self._param(name)
+            if param is None:
+                return []
+            check_size(name, param.shape, max_rows)
+            first_row, values = self._held_rows(param, max_rows)
+            return [named_rows(param.shape, first_row, self._first_column(param), values)]
+        shape, pieces = self._divided[name]
+        check_size(name, shape, max_rows)
+        found = []
+        for piece in pieces:
+            param = self._param(piece.name)
+            if param is not None and (piece.index is None or piece.index < max_rows):
+                first_row, values = self._held_rows(param, piece.shape[0])
+                found.append(named_rows(shape, first_row, self._first_column(param), values, piece))
+        return found
+
+    def _param(self, name: str) -> Param | None:
+        """Return the parameter `name`; None: other ranks have it, or none. Raises ModelError for an unknown one."""
+        param = self._params.get(name)
+        if param is None and not self._is_ignored(name):
+            raise ModelError(f"this model has no tensor {name}")
+        return param
+
+    @staticmethod
+    def _first_column(param: Param) -> int:
+        return param.held.start if param.held is not None and param.dim == 1 else 0
+
+    def _held_rows(self, param: Param, max_rows: int) -> tuple[int, Tensor]:
+        """Return the held ones of the first `max_rows` rows of a parameter, and the number of the first of them."""
+        held = range(param.shape[0]) if param.held is None or param.dim == 1 else param.held
+        count = max(0, min(len(held), max_rows - held.start))
+        block = 1 if param.order is None else len(param.order)
+        num_stored = -(-count // block) * block
+        stored = self.stored_rows(param.name, num_stored) if count else torch.empty(0)
+        return held.start, param.unordered(stored)[:count]
 
     def add_bytes(self, num_bytes: int) -> None:
         """Count `num_bytes` for a second copy of parameters in another format."""

@@ -235,7 +235,7 @@ class History:
         self._windows = None
 
     def answer(self, query: Mapping[str, str], time_s: float) -> dict[str, Any]:
-        """Return the body of `GET /observe/history`; docs/router.md lists its fields.
+        """Return the body of `GET /observe/history`; docs/dashboard.md lists its fields.
 
         Raises:
             RequestError: 400, a query parameter is invalid, or 404, no worker has this URL.

@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from pdserve.protocol.cached_tokens import CachedTokensDetails
+from pdserve.protocol.engine_memory import MemoryCommand
 from pdserve.protocol.engine_state import EngineReady, EngineState, SchedulerHeartbeat
 from pdserve.protocol.failure import ABORTED_STATUS, Failure
 from pdserve.protocol.hidden_states import HiddenParams, HiddenStates
@@ -300,7 +301,7 @@ EngineCommand = (
 )
 MigrationCommand = MigrateOut | EndMigration | SendPrefix
 """Commands about one request, for the replica that has it."""
-Command = EngineCommand | MigrationCommand | WeightsCommand
+Command = EngineCommand | MigrationCommand | WeightsCommand | MemoryCommand
 """Answered with a `CommandReply`."""
 ToScheduler = (
     GenerateRequest

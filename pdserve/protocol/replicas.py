@@ -221,6 +221,7 @@ class ReplicatedChannel:
             query_id=answer.query_id,
             ok=all(one.ok for one in flushed),
             message="; ".join(f"replica {number}: {one.message}" for number, one in enumerate(flushed)),
+            payload=flushed[0].payload,
         )
 
 

@@ -48,6 +48,13 @@ class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
     inside: bool
 
 
+class ProcessorParams(msgspec.Struct, frozen=True, kw_only=True):
+    """The logit processor of a request: its name, and the request's `custom_params` as JSON."""
+
+    name: str
+    params: str = "{}"
+
+
 @dataclasses.dataclass(frozen=True)
 class BodyField:
     """Marks a parameter that request bodies have under the same name and with the same type; null is the default.
@@ -80,7 +87,7 @@ class CoreSamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     for the first token and then for every `stream_interval` tokens.
     With a `grammar`, an EOS token is sampled only where the grammar may end, and then always ends the request.
     `ignore_eos` and `min_new_tokens` suppress EOS only while the grammar can continue.
-    With `thinking` there is a `grammar` too, if only `any_text`.
+    With `thinking` or a `processor` there is a `grammar` too, if only `any_text`.
     `speculative` False: the scheduler plans no draft tokens for the request. Its tokens are the same either way.
     """
 
@@ -105,6 +112,7 @@ class CoreSamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[int, float] | None = None
     grammar: Grammar | None = None
     thinking: ThinkingBudget | None = None
+    processor: ProcessorParams | None = None
     speculative: Annotated[bool, BodyField()] = True
 
     @property

@@ -26,6 +26,55 @@ class PrepareWeights(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     load_format: Literal["auto", "dummy"] | None = None
 
 
+class SentTensor(msgspec.Struct, frozen=True):
+    """A tensor that a trainer sends to a group: its name in the checkpoint, number format and shape."""
+
+    name: str
+    dtype: Literal["bfloat16", "float16", "float32"]
+    shape: tuple[int, ...]
+
+
+class PrepareTensors(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Begins to load weights of which some tensors are new, and the others those in use; replies as `PrepareWeights`.
+
+    `files`: safetensors files on the engine's host that have the new tensors. `sent`: tensors that the group `group`
+    sends in this order, instead of files.
+    """
+
+    query_id: str
+    files: tuple[str, ...] = ()
+    group: str = ""
+    sent: tuple[SentTensor, ...] = ()
+
+
+class JoinGroup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Joins a process group of torch.distributed; the reply follows when all ranks are members, or one is not.
+
+    `host`, `port`: where the group meets. Rank r of the replica has rank `rank_offset` + r in the group of
+    `world_size`. `timeout_s`: of the meeting, and of each broadcast.
+    """
+
+    query_id: str
+    name: str
+    host: str
+    port: int
+    rank_offset: int
+    world_size: int
+    backend: Literal["gloo", "nccl"]
+    timeout_s: float
+
+
+class LeaveGroup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Leaves a process group; replies as `JoinGroup`."""
+
+    query_id: str
+    name: str
+
+
+Preparation = PrepareWeights | PrepareTensors | JoinGroup | LeaveGroup
+"""What the ranks do on a thread, one at a time."""
+
+
 class HoldRequests(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Starts no further request: those that wait and new ones are held. The reply follows when nothing runs any more.
 
@@ -59,4 +108,4 @@ def weights_name(version: str, fingerprint: str) -> str:
     return f"{version}@{fingerprint}"
 
 
-WeightsCommand = PrepareWeights | HoldRequests | InstallWeights | EndWeightsUpdate
+WeightsCommand = Preparation | HoldRequests | InstallWeights | EndWeightsUpdate

@@ -201,6 +201,12 @@ class RankGroup(Protocol):
         """
         ...
 
+    def reported(self, number: int, own: bytes) -> tuple[bytes, ...]:
+        """Report this rank's answer to question `number`; return it. On rank 0, wait for and return all ranks' answers,
+        in rank order.
+        """
+        ...
+
     def root_cause(self) -> PdserveError | None:
         """Return the loss of a rank after a failed exchange, as soon as it is known; None: no rank is lost."""
         ...

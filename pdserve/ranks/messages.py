@@ -7,6 +7,7 @@ rank 0                                    follower
   | Begin -----------------------------> |   the parameters of a scheduler equal to rank 0's
   | Tick, Launched, StepEnded, Answer -> |   the input of the schedulers of all ranks, in order (`input_log`)
   | <------ StepDone, Offloaded, Digested |   where rank 0 waits for it
+  | <------------------------ RankReport |   the answer to a question about memory or weights (`rank_reports`)
   | <- PeerConnected, CopyDone, Notified |   events of this rank's transport, to be agreed on (`consensus`)
   | <---------------------- RolePrepared |   the parts of another role are open; an Answer has the RoleDecision
   | <--------------------- WeightsLoaded |   other weights are loaded beside those in use, or not
@@ -221,6 +222,13 @@ class Digested(msgspec.Struct, frozen=True, tag=True):
     digest: RankDigest
 
 
+class RankReport(msgspec.Struct, frozen=True, tag=True):
+    """The follower's answer to question `number` of `RankReports`."""
+
+    number: Count
+    data: bytes
+
+
 class Trouble(msgspec.Struct, frozen=True, kw_only=True):
     """A `PdserveError` as a value."""
 
@@ -269,6 +277,7 @@ ToLeader = (
     | StorageEnded
     | PagesCopied
     | Digested
+    | RankReport
     | PeerConnected
     | CopyDone
     | Notified

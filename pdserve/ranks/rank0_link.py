@@ -29,6 +29,7 @@ from pdserve.ranks.messages import (
     PartialTick,
     PoolSize,
     RankFailed,
+    RankReport,
     StepDone,
     StepEnded,
     Stop,
@@ -145,6 +146,11 @@ class Rank0Link:
     def digested(self, number: int, own: RankDigest) -> tuple[RankDigest, ...]:
         """See `RankGroup.digested`."""
         self.report(Digested(number, own))
+        return (own,)
+
+    def reported(self, number: int, own: bytes) -> tuple[bytes, ...]:
+        """See `RankGroup.reported`."""
+        self.report(RankReport(number, own))
         return (own,)
 
     def root_cause(self) -> PdserveError | None:

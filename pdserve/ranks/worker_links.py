@@ -26,6 +26,7 @@ from pdserve.ranks.messages import (
     PoolSize,
     RankFailed,
     RankReady,
+    RankReport,
     RolePrepared,
     StepDone,
     Stop,
@@ -70,6 +71,8 @@ class WorkerLinks:
         self._answers: Counter[ToLeader] = Counter()
         self._digests: dict[int, dict[int, RankDigest]] = {}
         """Digests by hash request and rank."""
+        self._reports: dict[int, dict[int, bytes]] = {}
+        """Answers of `RankReport` by question and rank."""
         self._on_copied: Callable[[Outcome], None] | None = None
         self.on_pages_copied: Callable[[PagesCopied], None] = lambda report: None
         """Receiver of the ends of followers' copies to and from the host tier, as `on_storage_ended`."""
@@ -146,6 +149,15 @@ class WorkerLinks:
             found = self._digests.pop(number)
         return (own, *(found[rank] for rank in self._peers))
 
+    def reported(self, number: int, own: bytes) -> tuple[bytes, ...]:
+        """See `RankGroup.reported`."""
+        self._changed.wait_until(
+            lambda: len(self._reports.get(number, ())) == len(self._peers), "answered", ANSWER_TIMEOUT_S
+        )
+        with self._changed:
+            found = self._reports.pop(number)
+        return (own, *(found[rank] for rank in self._peers))
+
     def on_copied(self, take: Callable[[Outcome], None]) -> None:
         """Set the receiver of followers' copy outcomes; `take` runs on the link thread. Call before any of them copies:
         before `Begin`, and before a role change is decided.
@@ -195,6 +207,8 @@ class WorkerLinks:
                     self._weights[rank] = report
                 case Digested(number=number, digest=digest):
                     self._digests.setdefault(number, {})[rank] = digest
+                case RankReport(number=number, data=data):
+                    self._reports.setdefault(number, {})[rank] = data
                 case StepDone() | Offloaded():
                     self._answers[report] += 1
             self._changed.notify_all()

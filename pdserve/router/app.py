@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import time
 from collections.abc import AsyncIterator
 
 import aiohttp
@@ -25,6 +26,7 @@ from pdserve.http.access import (
     OLLAMA_VERSION_PATH,
     BodyBudget,
 )
+from pdserve.http.response_store import ResponseStore
 from pdserve.observe.history import PATH as HISTORY_PATH
 from pdserve.observe.history import History
 from pdserve.observe.interval_stats import RouterStats, log_router_stats
@@ -51,6 +53,7 @@ from pdserve.router.proxy.migration import PATH as MIGRATE_PATH
 from pdserve.router.proxy.migration import Migrator
 from pdserve.router.proxy.replication import PATH as REPLICATE_PATH
 from pdserve.router.proxy.replication import PrefixReplication
+from pdserve.router.proxy.stored_responses import StoredResponses
 from pdserve.router.proxy.watchdog import PairWatchdog
 from pdserve.router.workers.admission import OTHER_TOKENS, Admission
 from pdserve.router.workers.api import WorkersApi
@@ -124,9 +127,10 @@ class RouterApp:
         self._background: list[asyncio.Task[None]] = []
         endpoint = config.otlp_traces_endpoint
         self._tracing = None if endpoint is None else open_tracing("router", "", endpoint)
+        self._responses = StoredResponses(ResponseStore(config.responses.limits, time.monotonic), config.access.keys)
         self._handler = GenerateHandler(
             *(config, dispatcher, self.admission, self.metrics, self._stats, self.history.history, bodies),
-            *(self._drain, self._tracing),
+            *(self._drain, self._tracing, self._responses),
         )
         for spec in config.workers:
             self.registry.add(spec)
@@ -228,6 +232,7 @@ class RouterApp:
         fanout = self._fanout
         return [
             *(web.post(path, self._handler.handle) for path in GENERATING),
+            *self._responses.routes(),
             *(web.get(path, fanout.proxy) for path in ASKED),
             *(web.post(path, fanout.proxy) for path in ASKED_WITH_BODY),
             *(web.get(path, fanout.server_info) for path in ("/get_server_info", "/server_info")),

@@ -224,6 +224,12 @@ GRAMMAR_FAILED = Failure(
     retryable=False,
     status=400,
 )
+PROCESSOR_FAILED = Failure(
+    code="logit_processor_failed",
+    message="the custom_logit_processor of this request failed, or its grammar did; the server's log says why",
+    retryable=False,
+    status=400,
+)
 EVICTED_CODE = "evicted_from_queue"
 EVICTED = Failure(
     code=EVICTED_CODE,

@@ -42,6 +42,11 @@ class RoleOpener(Protocol):
         """Whether the ranks agree on the outcomes of all copies; equal on all ranks in the same turn."""
         ...
 
+    @property
+    def present(self) -> SwitchRole:
+        """The command that opens the present role. Only rank 0's names the server."""
+        ...
+
     def prepare(self, command: SwitchRole) -> Callable[[], OpenedRole]:
         """Open the parts of the new role on all ranks, beside those of the present one, which still run.
 

@@ -14,6 +14,7 @@ from pdserve.base.mailbox import Woken
 from pdserve.errors import RequestError
 from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
 from pdserve.executor.profiling import Profiler
+from pdserve.protocol.engine_memory import MemoryCommand
 from pdserve.protocol.engine_state import EngineState
 from pdserve.protocol.failure import CLIENT_ABORT, Failure
 from pdserve.protocol.messages import (
@@ -45,13 +46,22 @@ from pdserve.protocol.messages import (
     ToScheduler,
     UnloadLora,
 )
-from pdserve.protocol.weights import EndWeightsUpdate, HoldRequests, InstallWeights, PrepareWeights
+from pdserve.protocol.weights import WeightsCommand
 from pdserve.ranks.pre_step import IdleBatches
 from pdserve.scheduler.context import SchedulerContext
+from pdserve.scheduler.engine_memory import EngineMemory, ManagedMemory
 from pdserve.scheduler.loop_times import Heartbeat, LoopTimes
 from pdserve.scheduler.outbox import log_admitted
-from pdserve.scheduler.request import EVICTED, GRAMMAR_FAILED, EvictionOrder, PriorityRules, Req, Times
-from pdserve.scheduler.role_switcher import RoleSwitcher
+from pdserve.scheduler.request import (
+    EVICTED,
+    GRAMMAR_FAILED,
+    PROCESSOR_FAILED,
+    EvictionOrder,
+    PriorityRules,
+    Req,
+    Times,
+)
+from pdserve.scheduler.role_switcher import OpenedRole, RoleSwitcher
 from pdserve.scheduler.roles.base import SchedulerRole, audit_holds
 from pdserve.scheduler.snapshots import MOVING, NOT_LIVE, SUSPENDED, RequestExtractor, check_adapter
 from pdserve.scheduler.state_report import LoadReporter, StateReporter
@@ -83,7 +93,7 @@ class InputSource(Protocol):
         ...
 
 
-class Scheduler(UpdatableWeights):
+class Scheduler(UpdatableWeights, ManagedMemory):
     """Runs one role on a `SchedulerContext`. `kv` is the transfer manager, None in a monolith. Scheduler thread."""
 
     def __init__(
@@ -104,6 +114,7 @@ class Scheduler(UpdatableWeights):
         rules: PriorityRules | None = None,
         switcher: RoleSwitcher | None = None,
         load_reporter: LoadReporter | None = None,
+        engine_memory: EngineMemory | None = None,
         weights: WeightsUpdater | None = None,
     ) -> None:
         """`max_queued`: most waiting requests beyond the free rows; None: no limit.
@@ -112,6 +123,7 @@ class Scheduler(UpdatableWeights):
         `num_gated` returns the number of requests that wait for their grammar before admission; None: there is no gate.
         `switcher` None: the role is fixed.
         `load_reporter` None: load is not published. `weights` None: the weights stay.
+        `engine_memory` None: memory is not released.
         """
         self.role = role
         self.context = context
@@ -125,6 +137,7 @@ class Scheduler(UpdatableWeights):
         self._switcher = switcher
         self.weights = weights
         self._load_reporter = load_reporter
+        self.engine_memory = engine_memory
         self._state = StateReporter(context, live_facts, by_priority=rules is not None and rules.enabled)
         self._idle_batches = idle_batches
         self._depth = max(int(overlap), context.limits.num_stages - 1)
@@ -154,6 +167,7 @@ class Scheduler(UpdatableWeights):
                 )
                 waiting = waiting or (self.context.tier is not None and self.context.tier.has_work)
                 waiting = waiting or (self._switcher is not None and self._switcher.is_pending)
+                waiting = waiting or (self.engine_memory is not None and self.engine_memory.is_pending)
                 waiting = waiting or (self.weights is not None and self.weights.is_pending)
                 self._times.enter("idle")
                 self.inputs.wait(0.05 if waiting else timer_s or _IDLE_WAIT_S)
@@ -183,11 +197,13 @@ class Scheduler(UpdatableWeights):
         self.role.poll()
         if self._switcher is not None and self._switcher.is_pending:
             self._switch_role(self._switcher)
+        if self.engine_memory is not None and self.engine_memory.is_pending:
+            self.poll_memory(self.engine_memory)
         if self.weights is not None and self.weights.is_pending:
             self.weights.poll(self)
         was_under_way = bool(self.under_way)
         if was_under_way and self.role.needs_sync:
-            self._process_all_results()
+            self.process_all_results()
         times.enter("get_next_batch_to_run")
         plan = None if self.paused or self._stopping else self.role.plan(self._step + 1)
         times.enter("other")
@@ -205,7 +221,7 @@ class Scheduler(UpdatableWeights):
         if self._load_reporter is not None:
             computed = plan is not None or was_under_way
             self._load_reporter.report(self.role, self.context, self._times, self._gated, sleeps=not computed)
-        if not self._audited and self._idle:
+        if not self._audited and self.is_idle:
             times.enter("sanity_check_cache")
             self._audit_at_idle()
             times.enter("other")
@@ -213,14 +229,17 @@ class Scheduler(UpdatableWeights):
 
     def _switch_role(self, switcher: RoleSwitcher) -> None:
         """Take the new role if nothing is live or under way. What is kept for the old one must be free by then."""
-        opened = switcher.run(self._idle, self.kv)
-        if opened is None:
-            return
+        opened = switcher.run(self.is_idle, self.kv)
+        if opened is not None:
+            self.begin_role(opened)
+            switcher.finish()
+
+    def begin_role(self, opened: OpenedRole) -> None:
+        """Compute in a role that was opened for it."""
         self.role, self.kv = opened.role, opened.kv
         self.facts, self._audited = dict(opened.facts), False
         self._evictions = self._eviction_order()
         self._profiler.name = opened.profile_name
-        switcher.finish()
 
     def _eviction_order(self) -> EvictionOrder | None:
         rules = self._rules
@@ -229,10 +248,11 @@ class Scheduler(UpdatableWeights):
 
     def audit(self) -> list[str]:
         """Return one sentence for each page, row, aux slot or room whose owner is missing, duplicate, or ended."""
-        return audit_holds(self.context, self.role, self.kv, idle=self._idle, in_flight=bool(self.under_way))
+        return audit_holds(self.context, self.role, self.kv, idle=self.is_idle, in_flight=bool(self.under_way))
 
     @property
-    def _idle(self) -> bool:
+    def is_idle(self) -> bool:
+        """Whether no request is live, and no step, copy or transfer is under way."""
         copies = self.context.tier is not None and self.context.tier.num_copies > 0
         return not self.role.live and not self.under_way and not copies and (self.kv is None or self.kv.quiet)
 
@@ -258,7 +278,8 @@ class Scheduler(UpdatableWeights):
             self.role.launched(handle)
         return handle
 
-    def _process_all_results(self) -> None:
+    def process_all_results(self) -> None:
+        """Take the results of all steps under way."""
         while self.under_way:
             self._process_result()
 
@@ -284,7 +305,7 @@ class Scheduler(UpdatableWeights):
             req = self.role.live.get(row.rid)
             if req is not None and req.row == row.row:
                 self.context.counters["grammars_failed"] += 1
-                self.role.end(req, GRAMMAR_FAILED)
+                self.role.end(req, GRAMMAR_FAILED if req.spec.sampling.processor is None else PROCESSOR_FAILED)
 
     def state(self) -> EngineState:
         """Return the snapshot behind `/get_server_info` and `/metrics`."""
@@ -295,6 +316,13 @@ class Scheduler(UpdatableWeights):
         return 0 if self._num_gated is None else self._num_gated()
 
     def _handle(self, event: Event) -> None:
+        if isinstance(event, WeightsCommand | MemoryCommand):
+            self._audited = False
+            if isinstance(event, MemoryCommand):
+                self.command_memory(event)
+            elif not self.refuses_update(event):
+                self.update_weights(event)
+            return
         match event:
             case GenerateRequest():
                 if self.weights is None or not self.weights.takes(event, self):
@@ -332,14 +360,11 @@ class Scheduler(UpdatableWeights):
                 adapter = "" if lora is None else self.context.adapter_digest(lora)
                 self.kv.redirect(room, prompt_digest(input_ids, adapter), replica)
             case SwitchRole():
-                if self._switcher is None:
+                if self._switcher is None or (self.engine_memory is not None and self.engine_memory.released):
                     reply = CommandReply(query_id=event.query_id, ok=False, message="the role of this engine is fixed")
                     self.context.outbox.send(reply)
                 else:
                     self._switcher.accept(event)
-            case PrepareWeights() | HoldRequests() | InstallWeights() | EndWeightsUpdate():
-                self._audited = False
-                self.update_weights(event)
             case PrepareLora(name=name, path=path):
                 self.context.prepare_adapter(name, path)
             case Shutdown():
@@ -353,6 +378,8 @@ class Scheduler(UpdatableWeights):
     def admit_request(self, spec: GenerateRequest, *, again: bool = False) -> None:
         """Admit a new request, or `again` one that was admitted before and withdrawn: it has its place in the queue."""
         try:
+            if self.engine_memory is not None:
+                self.engine_memory.require()
             if spec.rid in self.role.live:
                 raise RequestError(f"rid {spec.rid!r} is in use", field="rid", status=409, code="rid_in_use")
             displaced = None
@@ -399,7 +426,7 @@ class Scheduler(UpdatableWeights):
 
     def _extract(self, event: ExtractRequest) -> ExtractReply:
         """Take the state of a request; without `keep` the request ends here."""
-        self._process_all_results()
+        self.process_all_results()
         req = self.role.live.get(event.rid)
         if req is None:
             return ExtractReply(query_id=event.query_id, rid=event.rid, failure=NOT_LIVE)
@@ -437,7 +464,7 @@ class Scheduler(UpdatableWeights):
 
     def _pause(self, mode: PauseMode) -> tuple[bool, str]:
         self.paused = True
-        self._process_all_results()
+        self.process_all_results()
         if mode == "abort":
             self.abort_requests(AbortRequest(rid=None))
         elif mode == "retract":

@@ -32,7 +32,17 @@ from pdserve.protocol.messages import (
     OutputBatch,
     ToApi,
 )
-from pdserve.protocol.weights import EndWeightsUpdate, HoldRequests, InstallWeights, PrepareWeights, WeightsCommand
+from pdserve.protocol.weights import (
+    EndWeightsUpdate,
+    HoldRequests,
+    InstallWeights,
+    JoinGroup,
+    LeaveGroup,
+    Preparation,
+    PrepareTensors,
+    PrepareWeights,
+    WeightsCommand,
+)
 from pdserve.scheduler.context import SchedulerContext
 from pdserve.scheduler.roles.base import SchedulerRole
 from pdserve.transfer.manager import KVManager
@@ -51,7 +61,7 @@ class InstalledWeights:
 class RankWeights(Protocol):
     """The weights of one rank. The composition roots of the ranks' processes make it."""
 
-    def begin(self, command: PrepareWeights) -> None:
+    def begin(self, command: Preparation) -> None:
         """Begin to load on this rank, beside the weights in use. One load at a time."""
         ...
 
@@ -135,7 +145,7 @@ class WeightsUpdater:
 
     def __init__(self, weights: RankWeights, clock: Clock, send: Callable[[ToApi], None]) -> None:
         self._weights, self._clock, self._send = weights, clock, send
-        self._preparing: PrepareWeights | None = None
+        self._preparing: Preparation | None = None
         self._is_wanted = True
         """False: the weights that are being loaded are dropped."""
         self._hold: HoldRequests | None = None
@@ -178,7 +188,7 @@ class WeightsUpdater:
     def accept(self, command: WeightsCommand, scheduler: UpdatableWeights) -> None:
         """Begin to carry out a command."""
         match command:
-            case PrepareWeights():
+            case PrepareWeights() | PrepareTensors() | JoinGroup() | LeaveGroup():
                 self._prepare(command)
             case HoldRequests():
                 self._begin_hold(command, scheduler)
@@ -224,7 +234,7 @@ class WeightsUpdater:
 
     # ------------------------------------------------------------------ inside
 
-    def _prepare(self, command: PrepareWeights) -> None:
+    def _prepare(self, command: Preparation) -> None:
         if self._preparing is not None:
             self._reply(command, "other weights are being loaded")
             return
@@ -232,12 +242,12 @@ class WeightsUpdater:
         self._preparing, self._is_wanted = command, True
         self._weights.begin(command)
 
-    def _poll_load(self, command: PrepareWeights) -> None:
+    def _poll_load(self, command: Preparation) -> None:
         failure = self._weights.loaded()
         if failure is None:
             return
         self._preparing = None
-        if not self._is_wanted:
+        if not self._is_wanted or isinstance(command, JoinGroup | LeaveGroup):
             self._weights.drop()
         self._reply(command, failure or ("" if self._is_wanted else "the update was ended"))
 

@@ -22,6 +22,7 @@ from pdserve.base.proof import token_id
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.errors import EngineDeadError
 from pdserve.http.access import (
+    COHERE_RERANK_PATH,
     COUNT_TOKENS_PATH,
     EMBEDDINGS_PATH,
     GENERATING,
@@ -32,9 +33,13 @@ from pdserve.http.access import (
     OLLAMA_TAGS_PATH,
     OLLAMA_VERSION_PATH,
     POOLING,
+    RERANK_PATH,
+    RESPONSES_PATH,
     RESTORE_PATH,
+    SCORE_PATH,
     SNAPSHOT_TYPE,
 )
+from pdserve.http.response_store import CANCEL_PATH, ITEMS_PATH, MAX_ITEMS, RESPONSE_PATH, ResponseStore
 from pdserve.http.session_proof import CHALLENGE_PATH
 from pdserve.observe.history import PATH as HISTORY_PATH
 from pdserve.observe.interval_stats import log_server_stats
@@ -61,11 +66,13 @@ from pdserve.server.ollama_api.schemas import OllamaChatBody, OllamaGenerateBody
 from pdserve.server.openai import models
 from pdserve.server.openai.chat import chat_completions
 from pdserve.server.openai.completions import completions
+from pdserve.server.openai.responses import stored
 from pdserve.server.openai.responses.endpoint import responses
 from pdserve.server.openai.responses.schemas import ResponsesBody
 from pdserve.server.pairing.single_requests import SingleRequests
 from pdserve.server.pooling_api.embeddings import embeddings
-from pdserve.server.pooling_api.schemas import EmbeddingsBody
+from pdserve.server.pooling_api.schemas import EmbeddingsBody, RerankBody, ScoreBody
+from pdserve.server.pooling_api.scoring import rerank, score
 from pdserve.server.request.constraints import GrammarCheck
 from pdserve.server.request.schemas import (
     AbortBody,
@@ -76,7 +83,9 @@ from pdserve.server.request.schemas import (
     ExtractBody,
     FunctionCallBody,
     GenerateBody,
+    LeaveGroupBody,
     LoadLoraBody,
+    MemoryTagsBody,
     MigrateBody,
     PairProbeBody,
     PauseBody,
@@ -89,12 +98,17 @@ from pdserve.server.request.schemas import (
     SuspendBody,
     TokenizeBody,
     UnloadLoraBody,
+    WeightNameBody,
     WeightsFromDiskBody,
+    WeightsFromDistributedBody,
+    WeightsFromTensorBody,
+    WeightsGroupBody,
     WeightVersionBody,
 )
-from pdserve.server.sglang_api import admin, commands, health, lora, observability, parse, weights
+from pdserve.server.sglang_api import admin, commands, health, lora, observability, parse, sent_weights, weights
 from pdserve.server.sglang_api.generate import generate
 from pdserve.server.sglang_api.health import PairProbes
+from pdserve.server.sglang_api.memory import MemoryEndpoints
 from pdserve.server.sglang_api.migrate import Migrations
 from pdserve.server.sglang_api.role_switch import RoleChanger, pd_role_switch
 from pdserve.server.sglang_api.snapshots import KV_RULES, SnapshotEndpoints
@@ -110,6 +124,9 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     MESSAGES_PATH: MessagesBody,
     COUNT_TOKENS_PATH: MessagesBody,
     EMBEDDINGS_PATH: EmbeddingsBody,
+    SCORE_PATH: ScoreBody,
+    RERANK_PATH: RerankBody,
+    COHERE_RERANK_PATH: RerankBody,
     OLLAMA_CHAT_PATH: OllamaChatBody,
     OLLAMA_GENERATE_PATH: OllamaGenerateBody,
     OLLAMA_SHOW_PATH: OllamaShowBody,
@@ -130,7 +147,14 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/migrate_stream": MigrateStreamBody,
     "/load_lora_adapter": LoadLoraBody,
     "/unload_lora_adapter": UnloadLoraBody,
+    "/release_memory_occupation": MemoryTagsBody,
+    "/resume_memory_occupation": MemoryTagsBody,
+    "/get_weights_by_name": WeightNameBody,
     "/update_weights_from_disk": WeightsFromDiskBody,
+    "/update_weights_from_tensor": WeightsFromTensorBody,
+    "/update_weights_from_distributed": WeightsFromDistributedBody,
+    "/init_weights_update_group": WeightsGroupBody,
+    "/destroy_weights_update_group": LeaveGroupBody,
     "/update_weight_version": WeightVersionBody,
     "/start_profile": ProfileBody,
     "/stop_profile": CommandBody,
@@ -141,14 +165,25 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/health_pair": PairProbeBody,
 }
 """Body schema of each POST or PUT route, for the OpenAPI document."""
-OPTIONAL_BODIES = frozenset({"/pause_generation", "/continue_generation", "/start_profile", "/stop_profile"})
+OPTIONAL_BODIES = frozenset(
+    {
+        *("/pause_generation", "/continue_generation", "/start_profile", "/stop_profile"),
+        *("/release_memory_occupation", "/resume_memory_occupation"),
+    }
+)
 """Routes whose body is optional."""
 INPUTS = openapi.Inputs(
     BODIES,
     OPTIONAL_BODIES,
     {
         "/flush_cache": {"timeout": {"type": "number", "minimum": 0, "maximum": admin.MAX_FLUSH_WAIT_S}},
+        "/get_weights_by_name": {"name": {"type": "string"}, "truncate_size": {"type": "integer", "minimum": 1}},
         "/v1/loads": {"dp_rank": {"type": "integer", "minimum": 0}},
+        ITEMS_PATH: {
+            "order": {"enum": ["asc", "desc"]},
+            "limit": {"type": "integer", "minimum": 1, "maximum": MAX_ITEMS},
+            "after": {"type": "string"},
+        },
         HISTORY_PATH: {name: {"type": "number", "minimum": 0} for name in ("seconds", "since")},
         LOGS_PATH: {"lines": {"type": "integer", "minimum": 1, "maximum": MAX_LINES}},
         "/v1/models": {
@@ -241,6 +276,7 @@ def create_app(
         dict(config.lora.adapters) if adapters is None else adapters,
         prefill_servers=None if single is None else single.servers.facts,
         suspended=store,
+        responses=ResponseStore(config.responses.limits, time.monotonic),
     )  # fmt: skip
     install_error_handlers(app)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
@@ -281,9 +317,16 @@ ROUTES: tuple[tuple[str, str, str, Endpoint], ...] = (
     ("post_chat_completions", "POST", "/v1/chat/completions", chat_completions),
     ("post_completions", "POST", "/v1/completions", completions),
     ("post_responses", "POST", "/v1/responses", responses),
+    ("get_response", "GET", RESPONSE_PATH, stored.get_response),
+    ("delete_response", "DELETE", RESPONSE_PATH, stored.delete_response),
+    ("post_cancel_response", "POST", CANCEL_PATH, stored.cancel_response),
+    ("get_response_items", "GET", ITEMS_PATH, stored.response_items),
     ("post_messages", "POST", MESSAGES_PATH, messages),
     ("post_count_tokens", "POST", COUNT_TOKENS_PATH, count_tokens),
     ("post_embeddings", "POST", EMBEDDINGS_PATH, embeddings),
+    ("post_score", "POST", SCORE_PATH, score),
+    ("post_rerank", "POST", RERANK_PATH, rerank),
+    ("post_rerank", "POST", COHERE_RERANK_PATH, rerank),
     ("post_ollama_chat", "POST", OLLAMA_CHAT_PATH, ollama_chat),
     ("post_ollama_generate", "POST", OLLAMA_GENERATE_PATH, ollama_generate),
     ("post_ollama_show", "POST", OLLAMA_SHOW_PATH, ollama_show),
@@ -324,6 +367,10 @@ ROUTES: tuple[tuple[str, str, str, Endpoint], ...] = (
     ("stop_profile", "GET", "/stop_profile", commands.stop_profile),
     ("abort_request", "POST", "/abort_request", admin.abort_request),
     ("update_weights_from_disk", "POST", "/update_weights_from_disk", weights.update_weights_from_disk),
+    ("update_weights", "POST", "/update_weights_from_tensor", sent_weights.update_weights_from_tensor),
+    ("update_weights", "POST", "/update_weights_from_distributed", sent_weights.update_weights_from_distributed),
+    ("update_weights", "POST", "/init_weights_update_group", sent_weights.init_weights_update_group),
+    ("update_weights", "POST", "/destroy_weights_update_group", sent_weights.destroy_weights_update_group),
     ("update_weight_version", "POST", "/update_weight_version", weights.update_weight_version),
 )
 """Routes of the endpoints that need a server's context only: name, methods, path, endpoint."""
@@ -344,7 +391,13 @@ def _add_routes(
         handle = context.bind(endpoint)
         if single is not None and path in GENERATING and path not in POOLING:
             handle = single.wrap(path, handle)
+        if path == RESPONSES_PATH:
+            handle = stored.with_history(context, handle, pairs=single is not None)
         app.add_api_route(path, handle, methods=methods.split(), name=name, response_model=None)
+    memory = MemoryEndpoints(context, drain_gate)
+    for take in (memory.release_memory_occupation, memory.resume_memory_occupation, memory.get_weights_by_name):
+        command = take.__name__
+        app.add_api_route(f"/{command}", take, methods=["GET", "POST"], name=command, response_model=None)
     app.add_api_route(
         "/health_pair", PairProbes(context).post, methods=["POST"], name="post_health_pair", response_model=None
     )

@@ -18,6 +18,7 @@ from pdserve.base.proof import NO_TOKEN_ID
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.config.lora_group import ANY_MODEL
 from pdserve.errors import RequestError
+from pdserve.http.response_store import ResponseStore
 from pdserve.observe.metrics import ServerMetrics
 from pdserve.protocol.messages import GenerateRequest
 from pdserve.protocol.sampling import Grammar
@@ -25,7 +26,16 @@ from pdserve.server.engine_client.client import EngineClient
 from pdserve.server.engine_client.live_requests import RequestState
 from pdserve.server.http.json_http import scalar_or_list
 from pdserve.server.request.constraints import Constraint, GrammarCheck
-from pdserve.server.request.custom_params import TAIL_TOKENS, ThinkingLimit, take_thinking
+from pdserve.server.request.custom_params import (
+    ANY_TEXT,
+    BUDGET,
+    NOTHING_CUSTOM,
+    TAIL_TOKENS,
+    CustomSampling,
+    budget_tokens,
+    processor_params,
+    thinking_limit,
+)
 from pdserve.server.request.intake import (
     TransferAddress,
     attaches,
@@ -81,6 +91,8 @@ class ServerContext:
     """`base.proof.token_id` of this server's control token."""
     adapters: dict[str, str] = dataclasses.field(default_factory=dict)
     """Directories of the loaded LoRA adapters, by name. `/load_lora_adapter` and `/unload_lora_adapter` change it."""
+    responses: ResponseStore | None = None
+    """The stored responses of `/v1/responses`; None: there is no such path, as in an `LLM`."""
     suspended: SnapshotStore | None = None
     """The suspended requests; None: they are kept elsewhere, as those of an `LLM`."""
     restored: RestoredRequest | None = None
@@ -244,18 +256,33 @@ class ServerContext:
             await self.grammars.take_patterns(stop_regex, "stop_regex")
         return None if constraint is None else await self.grammars.take(constraint, self.client.require_ready())
 
-    async def take_thinking(self, custom_params: Mapping[str, Any] | None, field: str) -> ThinkingLimit | None:
-        """Return the thinking budget in the body's `field`; see `custom_params.take_thinking`."""
-        if not custom_params:
-            return None
-        ready = self.client.require_ready()
-        return await take_thinking(custom_params, field, self.formats, self.tokenizer, self.grammars, ready)
+    async def take_custom(
+        self, custom_params: Mapping[str, Any] | None, field: str, processor: str | None = None
+    ) -> CustomSampling:
+        """Return what the body's `field` and its `custom_logit_processor` ask for.
 
-    def begins_inside(self, limit: ThinkingLimit | None, input_ids: Sequence[int]) -> bool | None:
-        """Whether the output for the prompt `input_ids` begins inside the reasoning; None: unknown, or no `limit`."""
-        if limit is None or self.tokenizer is None:
+        Raises:
+            RequestError: 400 naming the field: see `processor_params`, `budget_tokens` and `thinking_limit`; or this
+                server has no grammars, which both need.
+        """
+        if not custom_params and not processor:
+            return NOTHING_CUSTOM
+        given = custom_params or {}
+        call = processor_params(processor, given, field, self.config.grammar.processor_names)
+        num_tokens, thinking = budget_tokens(given, field), None
+        if num_tokens is not None:
+            where = f"{field}.{BUDGET}"
+            thinking = await thinking_limit(num_tokens, where, self.formats, self.tokenizer)
+            await self.grammars.take(Constraint(ANY_TEXT, where), self.client.require_ready())
+        elif call is not None:
+            await self.grammars.take(Constraint(ANY_TEXT, "custom_logit_processor"), self.client.require_ready())
+        return CustomSampling(thinking, call)
+
+    def begins_inside(self, custom: CustomSampling, input_ids: Sequence[int]) -> bool | None:
+        """Whether the output for the prompt `input_ids` begins inside the reasoning; None: unknown, or not limited."""
+        if custom.thinking is None or self.tokenizer is None:
             return None
-        return limit.begins_inside(self.tokenizer.decode(input_ids[-TAIL_TOKENS:], skip_special=False))
+        return custom.thinking.begins_inside(self.tokenizer.decode(input_ids[-TAIL_TOKENS:], skip_special=False))
 
     def check_model(self, name: str | None) -> None:
         """Check the model name of a request. Without `--strict-model-name` and LoRA adapters every name is accepted.

@@ -22,6 +22,9 @@ class RoleNode(Protocol):
     """The part of a `SimNode` that a role change needs."""
 
     kv: KVManager | None
+    mode: str
+    endpoint: str
+    instance: str
 
     @property
     def is_quiet(self) -> bool:
@@ -47,6 +50,15 @@ class SimRoles:
     def is_quiet(self) -> bool:
         """See `RoleOpener`."""
         return self._node.is_quiet
+
+    @property
+    def present(self) -> SwitchRole:
+        """See `RoleOpener`."""
+        node = self._node
+        names: dict[str, str | int | float | bool | None] = {
+            "mode": node.mode, "endpoint": node.endpoint, "instance": node.instance
+        }  # fmt: skip
+        return SwitchRole(query_id="", disagg=names, server="", bootstrap_port=None, timeout_s=0.0)
 
     def prepare(self, command: SwitchRole) -> Callable[[], OpenedRole]:
         """See `RoleOpener`. Fails at random."""

@@ -456,6 +456,10 @@ class _Alone:
         """See `RankGroup`."""
         return (own,)
 
+    def reported(self, number: int, own: bytes) -> tuple[bytes, ...]:
+        """See `RankGroup`."""
+        return (own,)
+
     def root_cause(self) -> PdserveError | None:
         """See `RankGroup`."""
         return None

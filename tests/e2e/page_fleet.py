@@ -161,7 +161,7 @@ for (let text = walker.nextNode(); text !== null; text = walker.nextNode()) {
     const rects = [...range.getClientRects()].filter((rect) => rect.width > 1 && rect.height > 1);
     if (rects.length === 0) continue;
     const said = text.data.trim().slice(0, 60);
-    const abridged = owner.closest('.facts, #model, .bar, .dense .why, .dense code, .wires .ends');
+    const abridged = owner.closest('#model, .bar, .dense .why, .dense code, .wires .ends');
     for (let box = owner; box !== null && !abridged; box = box.parentElement) {
         const style = getComputedStyle(box);
         if (box !== root && box !== document.body && style.overflowX === 'hidden' && style.display !== 'inline') {
@@ -184,8 +184,8 @@ texts.forEach(([said, rects, owner], index) => texts.slice(index + 1).forEach(([
 }));
 return [...new Set(problems)];
 """
-"""Returns what is cut off, outside the window, or over another text. Texts with `.facts` and the like are abridged on
-purpose: their hover titles have all of them."""
+"""Returns what is cut off, outside the window, or over another text. Some texts are abridged
+on purpose: their hover titles have all of them."""
 CHART_POINTS = """
 const figures = [...document.querySelectorAll('pd-charts figure')].filter((node) => !node.hidden);
 return Object.fromEntries(figures.map((node) => {

@@ -16,7 +16,7 @@ from openai import OpenAI
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoTokenizer
 
-from tests.e2e.harness import Server, assert_idle, running_monolith, running_pair
+from tests.e2e.harness import Server, assert_idle, running, running_monolith, running_pair
 from tests.reference import load_reference
 from tests.tiny import VOCAB_SIZE, make_tiny
 
@@ -147,3 +147,32 @@ def test_hidden_states_of_a_monolith(flags: tuple[str, ...], language_model: Pat
         assert "hidden_states" not in both[0]["meta_info"]
         _states(language_model, both[1], prompt[:9])
         assert_idle(server)
+
+
+@pytest.mark.slow
+def test_scores_of_labels(language_model: Path) -> None:
+    items, labels = [[9, 10, 11], [12]], [5, 300, 7]
+    with running_monolith(str(language_model), *FLAGS) as server:
+        body = {"query": [3, 4, 8], "items": items, "label_token_ids": labels}
+        answer = requests.post(f"{server.url}/v1/score", json=body, timeout=60).json()
+        loaded = load_reference(language_model)
+        for item, scores in zip(items, answer["scores"], strict=True):
+            with torch.no_grad():
+                expected = loaded(torch.tensor([[3, 4, 8, *item]])).logits[0, -1].softmax(-1)[labels]
+            np.testing.assert_allclose(scores, expected.numpy(), atol=1e-4)
+        ranked = requests.post(f"{server.url}/v1/rerank", json={"query": "a", "documents": ["b"]}, timeout=60)
+        assert ranked.status_code == 400 and "qwen3_reranker" in ranked.text
+        assert_idle(server)
+
+
+@pytest.mark.slow
+def test_ranks_through_a_router(checkpoint: Path) -> None:
+    with running_monolith(str(checkpoint), "--is-embedding", *FLAGS) as server:
+        router = Server("router", "pdserve.launch_router", ["--port", "0", "--worker-urls", server.url])
+        with running(router):
+            np.testing.assert_allclose(_vectors(router), vectors := _expected(checkpoint), atol=1e-4)
+            body = {"query": TEXTS[0], "documents": TEXTS}
+            results = requests.post(f"{router.url}/v1/rerank", json=body, timeout=60).json()["results"]
+        assert results[0]["index"] == 0 and results[0]["document"] == {"text": TEXTS[0]}
+        found = {result["index"]: result["relevance_score"] for result in results}
+        np.testing.assert_allclose([found[i] for i in range(len(TEXTS))], vectors @ vectors[0], atol=1e-4)

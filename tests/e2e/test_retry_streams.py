@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 FLAGS = (
     "--max-total-tokens", "65536", "--enable-deterministic-inference", "--reasoning-parser", "qwen3",
-    "--disaggregation-transfer-backend", "shm",
+    "--disaggregation-transfer-backend", "shm", "--enable-ollama-api",
 )  # fmt: skip
 STORY = "Once upon a time there was a small town by the sea, and in it lived"
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
@@ -80,6 +80,10 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
          "reasoning_effort": "none", "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
     ),
     "messages": ("/v1/messages", {"messages": ASK, "max_tokens": 600, **GREEDY}),
+    "ollama": (
+        "/api/generate",
+        {"prompt": STORY, "raw": True, "ignore_eos": True, "options": {"temperature": 0, "num_predict": 600}},
+    ),
     "chat": (
         "/v1/chat/completions",
         {"messages": ASK, "max_tokens": 600, **GREEDY, "logprobs": True, "top_logprobs": 1},
@@ -123,15 +127,20 @@ def farm(tiny_checkpoint: Callable[[Family], Path], tmp_path_factory: pytest.Tem
 
 def events(url: str, path: str, body: dict[str, Any], seen: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
     """The events of a stream; `seen` is called at each. It ends with one last event, and holds nothing but events."""
-    found = []
+    found: list[bytes] = []
+    is_ollama = path.startswith("/api/")
     last = b'{"type":"message_stop"}' if path == "/v1/messages" else b"[DONE]"
     with requests.post(url + path, json={**body, "stream": True}, stream=True, timeout=300) as answer:
         assert answer.status_code == 200, answer.text
         for line in answer.iter_lines():
             if line and not (path == "/v1/messages" and line.startswith(b"event: ")):
-                assert line.startswith(b"data: "), line
+                assert is_ollama or line.startswith(b"data: "), line
                 found.append(line.removeprefix(b"data: "))
                 seen()
+    if is_ollama:
+        lines = [json.loads(line) for line in found]
+        assert [one["done"] for one in lines] == [False] * (len(lines) - 1) + [True], lines[-1]
+        return lines
     assert found.count(last) == 1 and found[-1] == last, found[-3:]
     return [json.loads(one) for one in found[:-1]]
 
@@ -160,6 +169,9 @@ def gist(path: str, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "end": found[-1]["delta"],
             "tokens": found[-1]["usage"]["output_tokens"],
         }
+    if path.startswith("/api/"):
+        ends = {name: found[-1][name] for name in ("done_reason", "prompt_eval_count", "eval_count")}
+        return {"text": "".join(event["response"] for event in found), **ends}
     assert len({(event["id"], event["created"], event["model"], event["system_fingerprint"]) for event in found}) == 1
     choices = [choice for event in found for choice in event["choices"]]
     deltas = [choice.get("delta") or {} for choice in choices]

@@ -4,6 +4,8 @@ import { el, mark, put } from "./dom.js";
 import { feed } from "./feed.js";
 
 const PATIENCE_MS = 10000;
+/** Time between two readings of the models: adapters come and go. */
+const MODELS_MS = 30000;
 /** Fields that are shown first; the table has all plain values. */
 const FIRST = ["model_path", "served_model_name", "version", "disaggregation_mode", "dtype", "kv_cache_dtype", "quantization", "tp_size", "pp_size", "dp_size", "ep_size", "max_total_num_tokens", "page_size"];
 const host = (url) => url.replace(/^https?:\/\//, "");
@@ -33,10 +35,12 @@ class Config extends HTMLElement {
     this.details = el("details", { ontoggle: () => this.details.open && this.#read() },
       el("summary", {}, "Settings of each server"), this.filter, this.note, this.servers);
     this.append(this.models, this.details);
-    feed.addEventListener("picture", () => this.#readModels(), { once: true });
+    this.readAt = -Infinity;
+    feed.addEventListener("picture", () => performance.now() - this.readAt >= MODELS_MS && this.#readModels());
   }
 
   async #readModels() {
+    this.readAt = performance.now();
     try {
       const { data } = await read("v1/models");
       this.dispatchEvent(new CustomEvent("models", { detail: data.map((one) => one.id), bubbles: true }));

@@ -161,6 +161,14 @@ class GroupPool:
         """`(address, size in bytes)` of the pages, without the null page."""
         return self._raw.data_ptr(), self.group.bytes_of(self.num_pages)
 
+    def give_back(self) -> None:
+        """Give the memory of all pages back to the system, in host memory only. They are zero and can be used again.
+
+        Raises:
+            OSError: the system refuses.
+        """
+        shared.give_back(self._raw.data_ptr(), self._raw.nbytes)
+
     @property
     def pages_as_bytes(self) -> Tensor:
         """The pages as bytes: uint8 `[num_pages, page_bytes]`."""

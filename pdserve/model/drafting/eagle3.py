@@ -32,6 +32,7 @@ from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.interface import LayerTaps, Model
 from pdserve.model.layers.dense import Linear, VocabEmbedding, vocab_rows
 from pdserve.model.layers.kernels import Kernels
+from pdserve.model.named_weights import MemoryRange
 from pdserve.model.params import Param, WeightSamples
 
 
@@ -134,6 +135,10 @@ class Eagle3Head:
     def weight_samples(self) -> WeightSamples:
         """See `DraftModel.weight_samples`."""
         return self._layer.params.samples()
+
+    def weight_memory(self) -> list[MemoryRange]:
+        """See `DraftModel.weight_memory`."""
+        return self._layer.weight_memory()
 
     def forward(self, batch: ForwardBatch, hidden: Tensor) -> Drafted | None:
         """See `DraftModel.forward`."""

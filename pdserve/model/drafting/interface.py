@@ -19,6 +19,7 @@ from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.config import ModelSpec
 from pdserve.model.forward_batch import ForwardBatch
+from pdserve.model.named_weights import MemoryRange
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import WeightSamples
 
@@ -78,6 +79,10 @@ class DraftModel(Protocol):
 
     def weight_samples(self) -> WeightSamples:
         """Return samples of this rank's weights, without those of the target; see `ParamSlots.samples`."""
+        ...
+
+    def weight_memory(self) -> list[MemoryRange]:
+        """Return the memory of the weights, see `Model.weight_memory`. Those of the target may be among them."""
         ...
 
     def forward(self, batch: ForwardBatch, hidden: Tensor) -> Drafted | None:

@@ -27,6 +27,7 @@ from pdserve.model.interface import Model
 from pdserve.model.layer_spec import AttentionSpec, DecoderLayerSpec, MLASpec, WeightNames
 from pdserve.model.layers.dense import Linear, RMSNorm, VocabEmbedding
 from pdserve.model.layers.kernels import Kernels
+from pdserve.model.named_weights import MemoryRange
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import ParamSlots, WeightSamples
 
@@ -136,6 +137,10 @@ class MTPModule:
     def weight_samples(self) -> WeightSamples:
         """See `DraftModel.weight_samples`."""
         return self._layer.params.samples()
+
+    def weight_memory(self) -> list[MemoryRange]:
+        """See `DraftModel.weight_memory`."""
+        return self._layer.weight_memory()
 
     def forward(self, batch: ForwardBatch, hidden: Tensor) -> Drafted | None:
         """See `DraftModel.forward`."""

@@ -15,6 +15,7 @@ from pdserve.model.drafting.cost import weights_read
 from pdserve.model.drafting.interface import Bind, Drafted, draft_group, likeliest
 from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.interface import Model
+from pdserve.model.named_weights import MemoryRange
 from pdserve.model.params import WeightSamples
 
 
@@ -65,6 +66,10 @@ class StandaloneDraftModel:
     def weight_samples(self) -> WeightSamples:
         """See `DraftModel.weight_samples`."""
         return self._model.params.samples()
+
+    def weight_memory(self) -> list[MemoryRange]:
+        """See `DraftModel.weight_memory`."""
+        return self._model.weight_memory()
 
     def forward(self, batch: ForwardBatch, hidden: Tensor) -> Drafted | None:
         """See `DraftModel.forward`. `hidden` `[N, 0]` is not read."""

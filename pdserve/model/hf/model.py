@@ -25,6 +25,7 @@ from pdserve.model.hf.latent import find_projections
 from pdserve.model.hf.probe import CacheProbe
 from pdserve.model.hf.self_check import check_against, own_hidden
 from pdserve.model.interface import LayerTaps, MoELayer
+from pdserve.model.named_weights import MemoryRange
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import ParamSlots, torch_dtype
 
@@ -87,6 +88,10 @@ class TransformersModel:
     @property
     def argmax(self) -> None:
         """See `Model.argmax`. Always None."""
+
+    def weight_memory(self) -> list[MemoryRange]:
+        """See `Model.weight_memory`."""
+        return self.params.memory()
 
     def idle(self) -> None:
         """See `Model.idle`. The feed-forward layers are not shared."""

@@ -19,7 +19,8 @@ from pdserve.model.dp_attention import DPAttentionGroup
 from pdserve.model.layer_spec import Activation, LayerNames, MLPSpec
 from pdserve.model.layers.kernels import Kernels
 from pdserve.model.parallel import Parallel
-from pdserve.model.params import Param, ParamPiece, ParamSlots
+from pdserve.model.params import Param, ParamSlots
+from pdserve.model.tensor_sources import ParamPiece
 
 
 class PackedProduct(Protocol):

@@ -19,7 +19,8 @@ from pdserve.model.expert_math import ExpertWeights
 from pdserve.model.layer_spec import LayerNames, MoeSpec
 from pdserve.model.layers.dense import Linear, Outputs, column_linear, row_linear
 from pdserve.model.layers.kernels import Kernels
-from pdserve.model.params import EXPERT_SAMPLES, Param, ParamPiece, ParamSlots
+from pdserve.model.params import EXPERT_SAMPLES, Param, ParamSlots
+from pdserve.model.tensor_sources import ParamPiece
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,6 +45,7 @@ from pdserve.model.layers.dense import FeedForward, Linear, WholeQKNorm
 from pdserve.model.layers.gated_delta import PendingTokens
 from pdserve.model.lora import Adapters, LoraTarget
 from pdserve.model.mla import MLA
+from pdserve.model.named_weights import MemoryRange
 from pdserve.model.native.latents import LatentProgram, norm_of, record_latents
 from pdserve.model.native.lora import LoraSites
 from pdserve.model.native.modules import PackedLinear
@@ -136,6 +137,10 @@ class NativeDecoder:
     def params(self) -> ParamSlots:
         """See `Model.params`."""
         return self._model.params
+
+    def weight_memory(self) -> list[MemoryRange]:
+        """See `Model.weight_memory`."""
+        return [*self._model.params.memory(), *self._packer.arena.memory()]
 
     @property
     def parallel(self) -> Parallel:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,6 +26,14 @@ from pdserve.model.layers.expert_parallel import ExpertParallelMoe
 from pdserve.model.layers.moe import Experts, SharedExpert, TPMoE
 from pdserve.model.mla import MLA, Indexer
 from pdserve.model.native.modules import NativeFeedForward, PackedExperts, PackedRouter, PackedShared
+from pdserve.model.native.unpack import (
+    is_bf16,
+    packed_biases,
+    packed_rows,
+    reader_of,
+    reader_of_columns,
+    reader_of_layers,
+)
 from pdserve.model.native.weights import Arena, Format, Packed, inputs_of, open_packed
 from pdserve.model.params import ParamSlots
 
@@ -173,12 +182,18 @@ class Packer:
         absorb = open_packed(self.arena, "bf16", spec.kv_lora_rank, spec.nope_dim, count=count)
         project = open_packed(self.arena, "bf16", spec.value_dim, spec.kv_lora_rank, count=count)
 
+        def read(head: int, start: int, stop: int) -> Tensor:
+            keys = packed_rows(absorb, 0, spec.kv_lora_rank, index=head).t()
+            return torch.cat((keys, packed_rows(project, 0, spec.value_dim, index=head)))[start:stop]
+
+        reader = reader_of_layers(count, spec.nope_dim + spec.value_dim, read, is_exact=True)
+
         def take() -> None:
             with self.packing():
                 for head, weight in enumerate(op.kv_b.view(count, -1, spec.kv_lora_rank)):
                     absorb.put(weight[: spec.nope_dim].t(), index=head)
                     project.put(weight[spec.nope_dim :], index=head)
-                self.params.release_weights(op.kv_b, absorb.num_bytes + project.num_bytes)
+                self.params.release_weights(op.kv_b, absorb.num_bytes + project.num_bytes, reader)
                 op.release_kv_b()
 
         self.params.when_given([op.kv_b], take)
@@ -195,7 +210,10 @@ class Packer:
                 for part, layer in enumerate(layers):
                     for head, weight in enumerate(layer.weight.view(count, dim, dim)):
                         packed.put(weight, index=part * count + head)
-                    self.params.release_weights(layer.weight, packed.num_bytes // 2)
+                    reader = reader_of_layers(
+                        count, dim, partial(_read_layer, packed), is_exact=True, first=part * count
+                    )
+                    self.params.release_weights(layer.weight, packed.num_bytes // 2, reader)
                     layer.release_weights()
 
         self.params.when_given([layer.weight for layer in layers], take)
@@ -222,9 +240,12 @@ class Packer:
                     for index, weight in enumerate(whole):
                         parts = quantized[index * each : (index + 1) * each]
                         self._put(packed, weight, None if biases is None else biases[index], form, parts, index=index)
-                    self.params.release_weights(whole, packed.num_bytes)
+                    num_rows = packed.num_out
+                    reader = reader_of_layers(count, num_rows, partial(_read_layer, packed), is_exact=is_bf16(packed))
+                    self.params.release_weights(whole, packed.num_bytes, reader)
                     if biases is not None:
-                        self.params.release_weights(biases, 0)
+                        reader = reader_of_layers(count, num_rows, partial(_read_biases, packed), is_exact=True)
+                        self.params.release_weights(biases, 0, reader)
                 experts.release_weights()
 
         self.params.when_given(weights.tensors, take)
@@ -255,7 +276,7 @@ class Packer:
                 if keeps:
                     self.params.add_bytes(packed.num_bytes)
                 else:
-                    self.params.release_weights(linear.weight, packed.num_bytes)
+                    self.params.release_weights(linear.weight, packed.num_bytes, reader_of(packed, order))
                     linear.release_weights()
 
         self.params.when_given([linear.weight] if linear.bias is None else [linear.weight, linear.bias], take)
@@ -349,7 +370,7 @@ class Packer:
         def take() -> None:
             with self.packing():
                 self._put(packed, embedding.weight, None, kind, self._taken(embedding.weight, kind))
-                self.params.release_weights(embedding.weight, packed.num_bytes)
+                self.params.release_weights(embedding.weight, packed.num_bytes, reader_of(packed))
                 embedding.release_weights()
 
         self.params.when_given([embedding.weight], take)
@@ -375,11 +396,20 @@ class Packer:
             with self.packing():
                 for half, bias, weight in zip(packed, (None, linear.bias), linear.weight.chunk(2, 1), strict=True):
                     self._put(half, weight, bias, self.format, ())
-                self.params.release_weights(linear.weight, sum(half.num_bytes for half in packed))
+                num_bytes = sum(half.num_bytes for half in packed)
+                self.params.release_weights(linear.weight, num_bytes, reader_of_columns(packed))
                 linear.release_weights()
 
         self.params.when_given([linear.weight] if linear.bias is None else [linear.weight, linear.bias], take)
         return packed
+
+
+def _read_layer(packed: Packed, index: int, start: int, stop: int) -> Tensor:
+    return packed_rows(packed, start, stop, index=index)
+
+
+def _read_biases(packed: Packed, index: int, start: int, stop: int) -> Tensor:
+    return packed_biases(packed, start, stop, index=index)
 
 
 def _gates_last(op: Attention) -> Tensor:

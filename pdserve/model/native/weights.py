@@ -15,6 +15,7 @@ from torch import Tensor
 from pdserve.base import native
 from pdserve.base.native import library
 from pdserve.model.grouped_weights import GroupFormat, QuantizedWeight, quantize
+from pdserve.model.named_weights import MemoryRange
 
 BLOCK = 32
 """Outputs computed together; a partial block is padded with zeros."""
@@ -35,6 +36,7 @@ class Arena:
         self._handle: int | None = self._library.pdk_arena_open()
         if self._handle is None:
             raise MemoryError("no memory for packed weights")
+        self._taken: list[MemoryRange] = []
 
     @property
     def num_bytes(self) -> int:
@@ -51,7 +53,12 @@ class Arena:
             raise MemoryError(f"no memory for packed weights of {wanted.nbytes} bytes")
         raw: Any = (ctypes.c_char * wanted.nbytes).from_address(address)
         raw.arena = self  # keeps the arena alive as long as the tensor
+        self._taken.append(MemoryRange(address, wanted.nbytes))
         return torch.frombuffer(raw, dtype=dtype).view(shape)
+
+    def memory(self) -> list[MemoryRange]:
+        """Return the memory of all tensors in it."""
+        return list(self._taken)
 
     def __del__(self) -> None:
         if self._handle is not None:

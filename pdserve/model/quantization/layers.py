@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from pdserve.errors import ModelError
-from pdserve.model.params import TensorSource
 from pdserve.model.quantization.config import Quantization
 from pdserve.model.quantization.schemes import QuantMethod
 from pdserve.model.quantization.weight_sources import weight_source
+from pdserve.model.tensor_sources import TensorSource
 
 _OF_KV = (".k_scale", ".v_scale", ".q_scale", ".output_scale", ".kv_scale", ".prob_scale")
 """Endings of scales of an 8-bit KV cache, which the KV cache here does not use."""

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from pdserve.errors import ModelError
 from pdserve.model.grouped_weights import E2M1, GroupFormat, QuantizedWeight, mxfp4_scale, power_of_two, whole_row
-from pdserve.model.params import TensorSource
 from pdserve.model.quantization.schemes import MXFP4_MATRIX, Awq, Float8, Gptq, Grouped, Mxfp4, QuantMethod
+from pdserve.model.tensor_sources import TensorSource
 
 Parts = Mapping[str, TensorSource]
 """The tensors of one layer, by the end of their names."""

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from pdserve.base.hosts import server_url
 from pdserve.base.proof import MacKey
+from pdserve.config.responses_group import ResponseStoreConfig
 from pdserve.errors import ConfigError
 from pdserve.http.access import Network, parse_networks
 from pdserve.http.credentials import Keys, check_keys, client_context, port_context, split_keys
@@ -280,6 +281,7 @@ class RouterConfig:
     retry: RetryConfig = RetryConfig()
     breaker: BreakerConfig = BreakerConfig()
     limits: LimitConfig = LimitConfig()
+    responses: ResponseStoreConfig = ResponseStoreConfig()
     access: RouterAccessConfig = RouterAccessConfig()
     access_log: bool = False
     log_stats_interval_s: float = 10.0
@@ -307,6 +309,7 @@ class RouterConfig:
         if len(set(urls)) != len(urls):
             raise ConfigError(f"a worker URL is given twice: {sorted(urls)}", field="workers")
         _check_numbers(self)
+        self.responses.check()
         if not self.health.endpoint.startswith("/"):
             raise ConfigError("--health-check-endpoint must begin with /", field="health_check_endpoint")
 

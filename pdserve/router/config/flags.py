@@ -15,6 +15,7 @@ from pdserve.base.hosts import server_url
 from pdserve.base.plugins import POLICY_PLUGINS, plugin_names
 from pdserve.base.proof import MacKey
 from pdserve.config.cli import no_such_flag
+from pdserve.config.responses_group import MB_HELP, SIZE_HELP, TTL_HELP, ResponseStoreConfig
 from pdserve.errors import ConfigError
 from pdserve.http.credentials import ADMIN_API_KEY, API_KEY, WORKER_ADMIN_API_KEY, WORKER_API_KEY
 from pdserve.http.session_proof import worker_key
@@ -158,6 +159,10 @@ def _add_limits(group: Group) -> None:
     add("--retry-streams", type=int, default=retry.stream_retries, metavar="N", help=text)
     text = "move the running requests of a decode server that is drained to other decode servers"
     add("--drain-migrate", action="store_true", help=text)
+    stored = DEFAULTS.responses
+    add("--response-store-size", type=int, default=stored.response_store_size, metavar="N", help=SIZE_HELP)
+    add("--response-store-mb", type=int, default=stored.response_store_mb, metavar="MB", help=MB_HELP)
+    add("--response-store-ttl", type=float, default=stored.response_store_ttl, metavar="SECONDS", help=TTL_HELP)
 
 
 def _add_health(group: Group) -> None:
@@ -222,6 +227,11 @@ def config_from(args: argparse.Namespace) -> RouterConfig:
             max_concurrent_requests=None if args.max_concurrent_requests == -1 else args.max_concurrent_requests,
             queue_size=args.queue_size,
             queue_timeout_s=args.queue_timeout_secs,
+        ),
+        responses=ResponseStoreConfig(
+            response_store_size=args.response_store_size,
+            response_store_mb=args.response_store_mb,
+            response_store_ttl=args.response_store_ttl,
         ),
         access=_access_of(args),
         access_log=args.access_log,

@@ -88,7 +88,7 @@ class Observer:
         registry.on_forgotten.append(self._forget)
 
     async def get(self, request: web.Request) -> web.Response:
-        """Return a snapshot of the deployment, at most a second old; docs/router.md lists its fields."""
+        """Return a snapshot of the deployment, at most a second old; docs/dashboard.md lists its fields."""
         await self._refresh()
         if self._shown is None:
             self._shown = orjson.dumps(self._snapshot())

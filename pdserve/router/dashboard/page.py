@@ -72,7 +72,7 @@ class RouterHistory:
         self._traffic: dict[Worker, StoreTraffic] = {}
 
     async def get(self, request: web.Request) -> web.Response:
-        """Return the history of the fleet or of one worker; docs/router.md lists its fields."""
+        """Return the history of the fleet or of one worker; docs/dashboard.md lists its fields."""
         try:
             body = self.history.answer(request.query, time.time())
         except RequestError as error:

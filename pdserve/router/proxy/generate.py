@@ -31,6 +31,7 @@ from pdserve.router.config.config import RouterConfig
 from pdserve.router.http import BODY, REQUEST_ID, REQUEST_ID_HEADER, RETRY_AFTER, CallTrace, error_response, refused
 from pdserve.router.proxy.attempts import SHUTTING_DOWN, Drain
 from pdserve.router.proxy.dispatch import Dispatcher, ProxiedCall
+from pdserve.router.proxy.stored_responses import StoredResponses, recorded
 from pdserve.router.workers.admission import Admission
 from pdserve.router.workers.metrics import RouterMetrics
 from pdserve.router.workers.outcome import (
@@ -108,6 +109,7 @@ class GenerateHandler:
         bodies: BodyBudget,
         drain: Drain,
         tracing: Tracing | None,
+        responses: StoredResponses,
     ) -> None:
         self._config = config
         self._dispatcher = dispatcher
@@ -118,6 +120,7 @@ class GenerateHandler:
         self._bodies = bodies
         self._drain = drain
         self._tracing = tracing
+        self._responses = responses
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Generate: send the request to a pair and relay decode's answer."""
@@ -169,6 +172,7 @@ class GenerateHandler:
         data = request[BODY]
         try:
             body, kept = parse_object(data) if len(data) <= LARGE_BODY_BYTES else await self._parse_large(data)
+            body, kept, recording = self._responses.begin(request, body, kept)
             headers = forwarded_headers(request.headers, request.remote)
             headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
             routed = self._dispatcher.routed(request.path, body, headers)
@@ -179,7 +183,7 @@ class GenerateHandler:
                     first_byte_s = self._admission.now() - begun
                     self._metrics.first_byte_seconds.labels(request.path).observe(first_byte_s)
                     self._stats.first_byte(first_byte_s)
-                return await relay(request, outcome, deadline, meter)
+                return await relay(request, recorded(outcome, recording), deadline, meter)
         except RequestError as error:
             return refused(HttpRefusal.of(error))
         except orjson.JSONEncodeError as error:

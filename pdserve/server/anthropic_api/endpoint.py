@@ -128,9 +128,9 @@ async def messages(context: ServerContext, request: Request) -> Response:
     if max_tokens is None or max_tokens < 0:
         text = "max_tokens is missing" if max_tokens is None else f"max_tokens must be at least 0, got {max_tokens}"
         raise RequestError(text, field="max_tokens")
+    if not context.formats.reasons and body.thinking is not None:
+        body.thinking.budget_tokens = None  # clients ask every model for thinking; without a known format there is none
     chat = to_chat(body)
-    if not context.formats.reasons and not body.custom_params:
-        chat.custom_params = None  # clients ask every model for thinking; without a known format there is none
     with with_fields_of(body):
         states, plan = await prepare_chat(context, chat, default_tokens=max_tokens)
     return await MessagesCall(context, body, chat, states, plan).answer(request)

@@ -91,9 +91,11 @@ def _custom_params(body: MessagesBody) -> dict[str, Any] | None:
     thinking = body.thinking
     if thinking is None or thinking.budget_tokens is None or thinking.type == "disabled":
         return body.custom_params
-    if body.custom_params:
-        raise RequestError("custom_params and thinking.budget_tokens cannot be combined", field="custom_params")
-    return {BUDGET: thinking.budget_tokens}
+    given = body.custom_params or {}
+    if BUDGET in given:
+        message = f"custom_params.{BUDGET} and thinking.budget_tokens cannot be combined"
+        raise RequestError(message, field=f"custom_params.{BUDGET}")
+    return {**given, BUDGET: thinking.budget_tokens}
 
 
 @contextlib.contextmanager
@@ -111,7 +113,7 @@ def with_fields_of(body: MessagesBody) -> Iterator[None]:
             renamed.append(_STOP)
         if body.response_format is None:
             renamed.append(_FORMAT)
-        if not body.custom_params:
+        if body.thinking is not None and body.thinking.budget_tokens is not None:
             renamed.append(_BUDGET)
         raise error.with_names(renamed) from error
 

@@ -73,7 +73,7 @@ GENERATES = frozenset((*GENERATING, *CONTINUING))
 """Paths of a server that generate tokens."""
 PUBLIC = frozenset({"/health", "/health_generate", "/ping", "/ready", "/readiness", "/metrics"})
 OPEN = PUBLIC | {CHALLENGE_PATH}
-CORS_METHODS = ("GET", "POST", "PUT")
+CORS_METHODS = ("GET", "POST", "PUT", "DELETE")
 SECURITY_HEADERS = dict((NO_SNIFF, NO_STORE))
 
 

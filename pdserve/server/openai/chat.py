@@ -24,7 +24,6 @@ from pdserve.server.openai.chat_tools import ChatReader, ReadPlan, ReasoningCoun
 from pdserve.server.openai.common import OpenAICall, check_prompt_logprobs, check_prompt_token_ids
 from pdserve.server.openai.logprob_format import chat_logprobs
 from pdserve.server.request.constraints import Constraint, openai_constraint, reasoning_grammar
-from pdserve.server.request.custom_params import limit_thinking
 from pdserve.server.request.intake import check_token_ids, check_top_logprobs, openai_logprobs, prompt_request
 from pdserve.server.request.sampling_fields import (
     MAX_CHAT_TOKENS,
@@ -228,9 +227,9 @@ async def prepare_chat(
     check_token_ids(input_ids, limits.vocab_size, field)
     plan = _read_plan(context, body, tools, prompt)
     grammar = await context.take_grammar(_constraint(context, body, tools, plan), body.stop_regex)
-    thinking = await context.take_thinking(body.custom_params, "custom_params")
+    custom = await context.take_custom(body.custom_params, "custom_params", body.custom_logit_processor)
     sampling = openai_sampling(body, default_tokens, len(input_ids), limits, field, grammar)
-    sampling = limit_thinking(sampling, thinking, None if context.formats.thinking is None else plan.inside)
+    sampling = custom.apply(sampling, None if context.formats.thinking is None else plan.inside)
     if plan.special_tokens:
         sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
     prompt_requests = [prompt_request(input_ids, sampling, logprobs)]

@@ -22,7 +22,6 @@ from pdserve.server.openai.logprob_format import (
     tokens_length,
 )
 from pdserve.server.request.constraints import openai_constraint
-from pdserve.server.request.custom_params import limit_thinking
 from pdserve.server.request.intake import (
     as_prompts,
     check_top_logprobs,
@@ -174,13 +173,13 @@ async def prepare_completion(context: ServerContext, raw: dict[str, Any]) -> Com
     logprob_params = _logprob_params(body, ranked=made > num_choices)
     constraint = openai_constraint(body) if is_constrained(body) else None
     grammar = await context.take_grammar(constraint, body.stop_regex)
-    thinking = await context.take_thinking(body.custom_params, "custom_params")
+    custom = await context.take_custom(body.custom_params, "custom_params", body.custom_logit_processor)
     lists = await context.token_ids(given, "prompt", batch=batch)
     prompt_requests = []
     for i, ids in enumerate(lists):
         field = prompt_field("prompt", i, batch=batch)
         sampling = openai_sampling(body, COMPLETION_TOKENS, len(ids), limits, field, grammar)
-        sampling = limit_thinking(sampling, thinking, context.begins_inside(thinking, ids))
+        sampling = custom.apply(sampling, context.begins_inside(custom, ids))
         prompt_requests.append(prompt_request(ids, sampling, logprob_params))
     states = context.make_requests(prompt_requests, made, body, "prompt", stream=bool(body.stream))
     texts = [_text(context, prompt) for prompt in given] if body.echo else []

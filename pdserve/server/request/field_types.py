@@ -53,6 +53,14 @@ TokenIds = Annotated[Any, _any_of(_SOME_IDS, _list(_SOME_IDS, minItems=1))]
 """Token ids of one prompt, or a list of token id lists."""
 Prompts = Annotated[Any, _any_of(_SOME_TEXT, _list(_SOME_TEXT, minItems=1), _SOME_IDS, _list(_SOME_IDS, minItems=1))]
 """A text or token ids, or a list of either."""
+QueryText = Annotated[Any, _any_of(_SOME_TEXT, _SOME_IDS)]
+"""A text, or token ids."""
+ScoredItems = Annotated[Any, _any_of(_SOME_TEXT, _list(_TEXT, minItems=1), _list(_IDS, minItems=1))]
+"""A text, a list of texts, or a list of token id lists."""
+Documents = Annotated[
+    Any, _any_of(_list({"anyOf": [_SOME_TEXT, {"type": "object", "required": ["text"]}]}, minItems=1))
+]
+"""Texts, or objects with a `text`."""
 DecodedIds = Annotated[Any, _any_of(_IDS, _list(_IDS))]
 SamplingFields = Annotated[
     Any,

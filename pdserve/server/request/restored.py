@@ -220,11 +220,16 @@ class RestoredRequest:
             "stop_regex": list(sampling.stop_regex) or None,
             "logit_bias": {str(token): bias for token, bias in (sampling.logit_bias or {}).items()} or None,
         }
-        if sampling.thinking is not None:
+        processor = sampling.processor
+        if processor is not None:
+            params["custom_params"] = orjson.loads(processor.params)
+        elif sampling.thinking is not None:
             params["custom_params"] = {BUDGET: sampling.thinking.num_tokens}
         if sampling.grammar is not None and sampling.grammar.kind != "any_text":
             params[sampling.grammar.kind] = sampling.grammar.text
         body: dict[str, Any] = {"input_ids": snapshot.input_ids, "sampling_params": params}
+        if processor is not None:
+            body["custom_logit_processor"] = processor.name
         if logprobs is not None:
             body |= {
                 "return_logprob": True,

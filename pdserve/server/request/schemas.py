@@ -41,11 +41,11 @@ Priority = Annotated[int, msgspec.Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
 """
 
 UNSUPPORTED_NATIVE = (
-    "audio_data", "custom_logit_processor", "image_data", "input_embeds",
+    "audio_data", "image_data", "input_embeds",
     "return_routed_experts", "session_params", "video_data",
 )  # fmt: skip
 UNSUPPORTED_OPENAI = (
-    "custom_logit_processor", "input_embeds", "lora_path", "return_hidden_states", "session_params",
+    "input_embeds", "lora_path", "return_hidden_states", "session_params",
 )  # fmt: skip
 UNSUPPORTED_CHAT = (
     *UNSUPPORTED_OPENAI,
@@ -95,6 +95,7 @@ class GenerateBody(msgspec.Struct):
     text: Texts = None
     input_ids: TokenIds = None
     sampling_params: SamplingFields = None
+    custom_logit_processor: Names = None
     stream: bool | None = None
     return_logprob: Flags = None
     top_logprobs_num: Counts = None
@@ -149,6 +150,7 @@ class OpenAIBody(ConstraintFields):
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
+    custom_logit_processor: str | None = None
     prompt_logprobs: int | None = None
     return_meta_info: bool | None = None
     return_prompt_token_ids: bool | None = None
@@ -339,6 +341,76 @@ class UnloadLoraBody(msgspec.Struct):
     """`POST /unload_lora_adapter`."""
 
     lora_name: str
+
+
+class WeightsFromTensorBody(msgspec.Struct, forbid_unknown_fields=True):
+    """`POST /update_weights_from_tensor`. `tensors`: safetensors bytes in base64, one text or several.
+
+    `shared_memory`: names of POSIX shared-memory objects that have safetensors bytes, on the server's host. The other
+    fields: see `WeightsFromDiskBody`.
+    """
+
+    tensors: str | list[str] | None = None
+    shared_memory: str | list[str] | None = None
+    load_format: str | None = None
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    flush_cache: bool = True
+    keep_pause: bool = False
+    drain_timeout_secs: float | None = None
+    torch_empty_cache: bool = False
+
+
+class WeightsFromDistributedBody(msgspec.Struct, forbid_unknown_fields=True):
+    """`POST /update_weights_from_distributed`: names, number formats and shapes of the tensors that the group
+    `group_name` sends, in this order. The other fields: see `WeightsFromDiskBody`.
+    """
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = "weight_update_group"
+    load_format: str | None = None
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    flush_cache: bool = True
+    keep_pause: bool = False
+    drain_timeout_secs: float | None = None
+    torch_empty_cache: bool = False
+
+
+class WeightsGroupBody(msgspec.Struct, forbid_unknown_fields=True):
+    """`POST /init_weights_update_group`: where a group of torch.distributed meets, and this server's ranks in it.
+
+    `timeout_secs`: seconds for the meeting, and for each tensor.
+    """
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str = "weight_update_group"
+    backend: str = "nccl"
+    timeout_secs: float = 120.0
+
+
+class LeaveGroupBody(msgspec.Struct, forbid_unknown_fields=True):
+    """`POST /destroy_weights_update_group`."""
+
+    group_name: str = "weight_update_group"
+
+
+class MemoryTagsBody(msgspec.Struct, forbid_unknown_fields=True):
+    """`POST /release_memory_occupation`, `/resume_memory_occupation`. `tags`: what; absent or empty: all memory."""
+
+    tags: list[str] | None = None
+
+
+class WeightNameBody(msgspec.Struct, forbid_unknown_fields=True):
+    """`POST /get_weights_by_name`: name of a tensor of the checkpoint, and the number of rows that are returned."""
+
+    name: str
+    truncate_size: int = 100
 
 
 class WeightsFromDiskBody(msgspec.Struct, forbid_unknown_fields=True):

@@ -37,7 +37,6 @@ from pdserve.server.http.json_http import (
 )
 from pdserve.server.openai.logprob_format import LARGE, NativeFormat, prompt_tokens
 from pdserve.server.request.constraints import native_constraint
-from pdserve.server.request.custom_params import limit_thinking
 from pdserve.server.request.intake import (
     MAX_NATIVE_TOP_LOGPROBS,
     as_prompts,
@@ -279,15 +278,13 @@ def _count_n(samplings: list[NativeSampling], names: list[NativeNames]) -> int:
     return counts.pop()
 
 
-async def _limited(
-    context: ServerContext, request: GenerateRequest, fields: NativeSampling, name: NativeNames
+async def _customized(
+    context: ServerContext, request: GenerateRequest, fields: NativeSampling, name: NativeNames, processor: str | None
 ) -> GenerateRequest:
-    """Return `request` with the thinking budget of its `sampling_params`."""
-    limit = await context.take_thinking(fields.custom_params, f"{name.sampling}.custom_params")
-    if limit is None:
-        return request
-    inside = context.begins_inside(limit, request.input_ids)
-    return msgspec.structs.replace(request, sampling=limit_thinking(request.sampling, limit, inside))
+    """Return `request` with what `custom_params` of its `sampling_params` and its logit processor ask for."""
+    custom = await context.take_custom(fields.custom_params, f"{name.sampling}.custom_params", processor)
+    sampling = custom.apply(request.sampling, context.begins_inside(custom, request.input_ids))
+    return msgspec.structs.replace(request, sampling=sampling)
 
 
 def _prompt_requests(
@@ -348,10 +345,10 @@ async def prepare_generate(context: ServerContext, raw: dict[str, Any], started_
     no_merge = listed or bool(body.pdserve_single_request)
     prompt_logprob_params = native_logprob_params(body, prompts, limits.vocab_size, listed=no_merge)
     prompt_requests = [
-        await _limited(context, request, sampling, name)
-        for request, sampling, name in zip(
-            _prompt_requests(prompts, samplings, grammars, prompt_logprob_params, limits, names),
-            samplings, names, strict=True,
+        await _customized(context, request, sampling, name, processor)
+        for request, sampling, name, processor in zip(
+            _prompt_requests(prompts, samplings, grammars, prompt_logprob_params, limits, names), samplings, names,
+            scalar_or_list(body.custom_logit_processor, len(prompts), "custom_logit_processor", str), strict=True,
         )
     ]  # fmt: skip
     if body.pdserve_resume is not None:

@@ -44,6 +44,8 @@ STATE_TIMEOUT_S = 1.0
 PROBE_TIMEOUT_S = 20.0
 SECOND_LOOK_S = 1.5
 """Seconds to wait for a heartbeat before a scheduler counts as dead, because this process may have been delayed."""
+RELEASED_CODE = "memory_released"
+"""Code of refused requests, and status in `/health`, while memory is released."""
 PARTNER_MEMORY_S = 60.0
 """Seconds after which a silent peer no longer fails `/ready`."""
 
@@ -56,7 +58,14 @@ async def health(context: ServerContext, drain_gate: DrainGate) -> Response:
     """
     drain_gate.require_staying()
     await require_alive(context)
-    return json_response({"status": "ok"}, headers={ROLE_HEADER: drain_gate.accepted_role})
+    status = RELEASED_CODE if is_released(drain_gate) else "ok"
+    return json_response({"status": status}, headers={ROLE_HEADER: drain_gate.accepted_role})
+
+
+def is_released(drain_gate: DrainGate) -> bool:
+    """Whether requests are refused because memory is released; see `memory.py`."""
+    refusal = drain_gate.refusal(None)
+    return refusal is not None and refusal.code == RELEASED_CODE
 
 
 async def ready(context: ServerContext, drain_gate: DrainGate) -> Response:

@@ -25,6 +25,7 @@ from pdserve.server.context import ServerContext
 from pdserve.server.http.json_http import convert, json_response, read_json_object
 from pdserve.server.http.middleware import DrainGate
 from pdserve.server.request.schemas import RoleSwitchBody
+from pdserve.server.sglang_api.health import RELEASED_CODE, is_released
 
 DRAIN_S = 300.0
 MAX_DRAIN_S = 86_400.0
@@ -104,6 +105,9 @@ async def _switch(
         message = "new_role: the role of this server cannot be changed (--no-enable-pd-role-switch)"
         raise RequestError(message, field="new_role", code="role_switch_off")
     context.client.require_ready()
+    if is_released(drain_gate):
+        message = "new_role: the memory of this server is released; call /resume_memory_occupation first"
+        raise RequestError(message, field="new_role", status=409, code=RELEASED_CODE)
     if body.prepare_only:
         return _answer(RoleChanged(old, body.new_role, "nothing has to be prepared; the role is the same"), status=200)
     done = await changer.begin(body.new_role, drain_s, reload=body.reload is True)

@@ -143,7 +143,7 @@ async def _update(context: ServerContext, update: _Update) -> CommandReply:
     if change.lock.locked():
         raise RequestError("another update of the weights is running", status=409, code="weights_busy")
     async with change.lock:
-        prepared = _take_prepared(change)
+        prepared = take_prepared(change)
         keeps = False
         try:
             if preparation is None and prepared is not None:
@@ -171,7 +171,7 @@ async def _update(context: ServerContext, update: _Update) -> CommandReply:
                 await client.command(lambda i: EndWeightsUpdate(query_id=i), REPLY_S)
 
 
-def _take_prepared(change: WeightsChange) -> object:
+def take_prepared(change: WeightsChange) -> object:
     """Return the key of what is prepared, which this update uses or drops."""
     prepared, change.prepared = change.prepared, None
     if change.expiry is not None:

@@ -79,10 +79,11 @@ async def test_a_sweep_has_a_run_for_each_rate_and_concurrency(capsys: pytest.Ca
     loads = [(result["request_rate"], result["max_concurrency"]) for result in report["results"]]
     assert loads == [(500, 1), (500, 4), ("inf", 1), ("inf", 4)]
     assert len(set(sent)) == 12, "no run finds the prompts of another one in a cache"
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["service"] + ["openai"] * 4
+    words = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert words == ["service"] + ["openai"] * 4 + ["Latencies"]
 
 
-async def test_two_services_get_the_same_requests_in_turn() -> None:
+async def test_two_services_get_the_same_requests_in_turn(capsys: pytest.CaptureFixture[str]) -> None:
     async with serving(FakeService(plain)) as one, serving(FakeService(plain)) as other:
         words = [
             "--compare",
@@ -100,6 +101,7 @@ async def test_two_services_get_the_same_requests_in_turn() -> None:
         host = other.url.partition("://")[2]
     order = [(result["label"], result["round"]) for result in report["results"]]
     assert order == [("pair", 0), (host, 0), (host, 1), ("pair", 1), ("pair", 2), (host, 2)]
+    assert f"{host} / pair:" in capsys.readouterr().out
     sent = [sorted(json.dumps(body["prompt"]) for body in service.bodies) for service in (one, other)]
     assert sent[0] == sent[1] and len(set(sent[0])) == 6
 

@@ -101,6 +101,17 @@ def test_a_pipe_gets_the_text_of_one_answer_only(
     assert "temperature" not in body, "what is not given is the model's own"
 
 
+def test_a_terminal_obeys_no_control_characters_of_a_model(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    endpoint.pieces = [{"content": "a\x1b]0;x\x07b\tc\nd"}]
+    for is_terminal, shown in ((True, "a\\x1b]0;x\\x07b\tc\nd\n"), (False, "a\x1b]0;x\x07b\tc\nd\n")):
+        monkeypatch.setattr("sys.stdin", io.StringIO("hi"))
+        monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal, raising=False)  # noqa: B023
+        assert main(["--url", endpoint.url]) == 0
+        assert capsys.readouterr().out == shown
+
+
 def test_a_message_may_be_an_argument(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,8 @@ import torch
 from transformers import HeliumConfig, HeliumForCausalLM
 
 from pdserve.errors import ConfigError, TransferError
+from pdserve.executor.input_batch import ProcessorCall
+from pdserve.executor.logit_processors import LogitProcessors, StepProcessors
 from pdserve.model import families
 from pdserve.model.families import FAMILIES
 from pdserve.router.config.config import PolicyConfig, WorkerRole
@@ -94,6 +96,20 @@ def test_a_policy_that_does_not_exist_is_refused_by_its_flag() -> None:
         make_parser().parse_args(["--policy", "packing"])
     with pytest.raises(ConfigError, match="--policy is 'packing'; there is "):
         make_policy(PolicyConfig(policy="packing"), WorkerRole.REGULAR)
+
+
+@pytest.mark.usefixtures("plugins")
+def test_the_logit_processor_keeps_the_tokens_of_each_request() -> None:
+    processors = LogitProcessors.load(["only_tokens"])
+    calls = {
+        row: ProcessorCall("only_tokens", {"token_ids": ids}) for row, ids in {0: [3, 1], 2: [5], 3: ["x"]}.items()
+    }
+    step = StepProcessors(processors._known, calls)
+    logits = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    found = step.apply(logits)
+    assert [row.isfinite().nonzero().flatten().tolist() for row in found[[0, 2]]] == [[1, 3], [5]]
+    assert torch.equal(found[[1, 3]], logits[[1, 3]]) and torch.equal(found[0, [1, 3]], logits[0, [1, 3]])
+    assert step.failed == [3]
 
 
 @pytest.fixture

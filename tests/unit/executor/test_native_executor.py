@@ -33,7 +33,8 @@ from pdserve.model.loader import empty_model, fill_model
 from pdserve.model.native.decoder import NativeDecoder
 from pdserve.model.native.packer import AttentionInModel
 from pdserve.model.parallel import SingleRank
-from pdserve.model.params import ParamSlots, TensorSource
+from pdserve.model.params import ParamSlots
+from pdserve.model.tensor_sources import TensorSource
 from pdserve.protocol.logprobs import Logprobs
 from tests.driver import Driver, build, random_prompt
 from tests.reference import load_reference, reference_logits

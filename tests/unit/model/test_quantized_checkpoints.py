@@ -26,9 +26,10 @@ from pdserve.model.grouped_weights import (
     within,
 )
 from pdserve.model.loader import quantization_of, quantized_formats, read_spec
-from pdserve.model.params import Param, ParamPiece, ParamSlots, QuantizedSource, TensorSource
+from pdserve.model.params import Param, ParamSlots
 from pdserve.model.quantization.config import read_quantization
 from pdserve.model.quantization.layers import QuantizedLayers
+from pdserve.model.tensor_sources import ParamPiece, QuantizedSource, TensorSource
 from tests.driver import Driver, build, random_prompt
 from tests.quantized import SCHEMES, edit_config, is_quantized, make_groups, write_quantized
 from tests.tiny import VOCAB_SIZE, make_tiny

@@ -57,5 +57,8 @@ class Unaided:
     def digested(self, number: int, own: RankDigest) -> tuple[RankDigest, ...]:
         return (own,)
 
+    def reported(self, number: int, own: bytes) -> tuple[bytes, ...]:
+        return (own,)
+
     def root_cause(self) -> PdserveError | None:
         return None

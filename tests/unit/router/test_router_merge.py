@@ -33,6 +33,9 @@ ASK = {"text": "a", "return_logprob": True, "logprob_start_len": 0}
         (GENERATE, {"text": "a", "return_logprob": True}, False),
         (GENERATE, ASK | {"return_logprob": False}, False),
         ("/v1/completions", ASK, False),
+        (GENERATE, {"text": "a", "return_hidden_states": True}, True),
+        (GENERATE, {"text": ["a", "b"], "return_hidden_states": [False, True]}, True),
+        (GENERATE, {"text": "a", "return_hidden_states": False}, False),
     ],
 )
 def test_only_requests_with_prompt_logprobs_wait_for_prefill(path: str, body: dict[str, Any], expected: bool) -> None:
@@ -50,6 +53,18 @@ def test_bodies_are_merged_single_and_batch_and_left_alone_otherwise() -> None:
     for body in (full, b"not json", b"[1, null]", b'{"meta_info": 7}'):
         assert merged_body(body, metas) == body, "it has its own, or is not what was expected"
     assert prefill_metas(b"nonsense") == []
+
+
+def test_the_prompts_hidden_states_come_first() -> None:
+    metas = prefill_metas(orjson.dumps({"meta_info": {"hidden_states": [[[1.0], [2.0]]]}}))
+    for own, merged in (
+        ([[], [3.0]], [[[1.0], [2.0]], [3.0]]),
+        ([[[5.0]], [3.0]], [[[5.0]], [3.0]]),
+        ([], []),
+        (None, None),
+    ):
+        body = orjson.dumps({"meta_info": {"hidden_states": own}})
+        assert orjson.loads(merged_body(body, metas)) == {"meta_info": {"hidden_states": merged}}
 
 
 @settings(max_examples=60, deadline=None)

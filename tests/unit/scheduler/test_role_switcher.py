@@ -23,6 +23,11 @@ class Opener:
         self.opened = OpenedRole(role=cast(SchedulerRole, object()), kv=None)
         self.events: list[str] = []
 
+    @property
+    def present(self) -> SwitchRole:
+        fields: dict[str, str | int | float | bool | None] = {"disaggregation_mode": "prefill"}
+        return SwitchRole(query_id="", disagg=fields, server="s", bootstrap_port=8998, timeout_s=0.0)
+
     def prepare(self, command: SwitchRole) -> Callable[[], OpenedRole]:
         self.events.append("prepare")
         if self.error is not None:

@@ -36,6 +36,7 @@ from pdserve.grammar.vocabulary import Vocabulary
 from pdserve.observe.metrics import ServerMetrics
 from pdserve.protocol.cached_tokens import CachedTokensDetails
 from pdserve.protocol.channel import MemoryApiChannel, memory_channel_pair
+from pdserve.protocol.engine_memory import GetWeights, MemoryCommand, ReleaseMemory, ResumeMemory
 from pdserve.protocol.engine_state import EngineReady, EngineState, PeerLoad, WaitsFor
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.hidden_states import HiddenStates, Pooling
@@ -71,6 +72,16 @@ from pdserve.protocol.messages import (
     SwitchRole,
     TokenLogprob,
     UnloadLora,
+)
+from pdserve.protocol.weights import (
+    EndWeightsUpdate,
+    HoldRequests,
+    InstallWeights,
+    JoinGroup,
+    LeaveGroup,
+    PrepareTensors,
+    PrepareWeights,
+    WeightsCommand,
 )
 from pdserve.server.app import create_app, make_metrics
 from pdserve.server.engine_client.client import EngineClient
@@ -164,6 +175,12 @@ class ScriptedScheduler:
         self.timing = RequestTiming(queue_s=0.5, kv_bytes=1024, kv_pages=2)
         self.logprob: Callable[[int], float] = lambda token_id: -0.25
         """Log probability of an output token."""
+        self.first_hidden = 0
+        """Position of the first hidden state that is sent."""
+        self.picked: Callable[[GenerateRequest], list[float]] = lambda request: (
+            [] if request.logprobs is None else [-0.75] * len(request.logprobs.token_ids)
+        )
+        """Log probabilities of the `token_ids` that a request asks for."""
         self.speculation: SpeculationStats | None = None
         """Sent with the last output of each request."""
         self.counters: dict[str, float] = {}
@@ -175,6 +192,10 @@ class ScriptedScheduler:
         self.on_migration: Callable[[MigrationCommand], CommandReply] = lambda command: CommandReply(
             query_id=command.query_id, ok=False, message="refused"
         )
+        self.on_weights: Callable[[WeightsCommand | MemoryCommand], CommandReply] = lambda command: CommandReply(
+            query_id=command.query_id, ok=True, message="ok"
+        )
+        """Answers commands about weights and memory."""
         self.switches: list[SwitchRole] = []
         self.on_switch: Callable[[SwitchRole], str | None] | None = lambda command: None
         """Why the scheduler keeps its role, None: it takes the new one. None instead of a function: it does not answer.
@@ -234,6 +255,20 @@ class ScriptedScheduler:
                 case MigrateOut() | EndMigration() | SendPrefix():
                     self.commands.append(message)
                     self._channel.send(self.on_migration(message))
+                case (
+                    GetWeights()
+                    | ReleaseMemory()
+                    | ResumeMemory()
+                    | PrepareWeights()
+                    | PrepareTensors()
+                    | JoinGroup()
+                    | LeaveGroup()
+                    | HoldRequests()
+                    | InstallWeights()
+                    | EndWeightsUpdate()
+                ):
+                    self.commands.append(message)
+                    self._channel.send(self.on_weights(message))
                 case ExtractRequest():
                     self._extract(message)
                 case KVPart():
@@ -337,7 +372,8 @@ class ScriptedScheduler:
         ):
             for part in prompt_logprobs(request, logprob_params).parts(64):
                 self._send(EngineCoreOutput(rid=request.rid, token_ids=[], prompt_logprobs=part))
-        for states in _hidden_states(request, min(len(script), request.sampling.max_new_tokens)):
+        num_output = min(len(script), request.sampling.max_new_tokens)
+        for states in _hidden_states(request, num_output, self.first_hidden):
             self._send(EngineCoreOutput(rid=request.rid, token_ids=[], hidden=states))
         num_prior = len(request.prior_output_ids)
         script, limit = script[num_prior:], request.sampling.max_new_tokens - num_prior
@@ -371,7 +407,7 @@ class ScriptedScheduler:
         logprob_params = request.logprobs
         if logprob_params is not None and logprob_params.output:
             tops = [(token, -0.5) for token in range(2, 2 + logprob_params.top)]
-            picked = [-0.75] * len(logprob_params.token_ids)
+            picked = self.picked(request)
             logprobs = [TokenLogprob(self.logprob(token_id), tops, picked) for token_id in tokens]
         return EngineCoreOutput(
             rid=request.rid,
@@ -386,11 +422,11 @@ class ScriptedScheduler:
         )
 
 
-def _hidden_states(request: GenerateRequest, num_output: int) -> Iterator[HiddenStates]:
-    """Made up: those of position p are p, 1, 0, 0; in parts of three tokens."""
+def _hidden_states(request: GenerateRequest, num_output: int, first: int) -> Iterator[HiddenStates]:
+    """Made up: those of position p are p, 1, 0, 0; in parts of three tokens, from position `first` on."""
     if request.hidden is None:
         return
-    start, end = request.hidden.start, len(request.input_ids) + max(0, num_output - 1)
+    start, end = max(first, request.hidden.start), len(request.input_ids) + max(0, num_output - 1)
     for first in range(start, end, 3):
         some = range(first, min(first + 3, end))
         rows = np.array([[position, 1, 0, 0] for position in some], dtype=np.float32)

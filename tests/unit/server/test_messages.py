@@ -10,6 +10,7 @@ from typing import Any
 
 import anthropic
 import httpx2
+import pydantic
 import pytest
 from anthropic.types import RawMessageStreamEvent
 from pydantic import TypeAdapter
@@ -336,3 +337,29 @@ async def test_models_in_the_form_of_the_api(tokenizer: Tokenizer) -> None:
         with pytest.raises(anthropic.BadRequestError, match="limit must be 1 to 1000"):
             await client.models.list(limit=0)
         assert (await b.http.get("/v1/models")).json()["object"] == "list"
+
+
+class City(pydantic.BaseModel):
+    """What a client wants parsed."""
+
+    city: str
+
+
+async def test_the_sdk_runs_tools_and_parses_by_the_beta_paths(tokenizer: Tokenizer) -> None:
+    @anthropic.beta_async_tool
+    async def get_weather(city: str) -> str:
+        """The weather somewhere."""
+        return f"sun in {city}"
+
+    calls = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+    async with anthropic_bench(tokenizer, "", **PARSERS) as (b, client):
+        answers = iter((calls, "It is sunny.", '{"city": "x"}', "one"))
+        b.scheduler.script = lambda request: token_ids(tokenizer, next(answers))
+        runner = client.beta.messages.tool_runner(**ASK, tools=[get_weather], betas=["interleaved-thinking-2025-05-14"])
+        used, said = [message.content[0].to_dict() async for message in runner]
+        assert (used["name"], used["input"]) == ("get_weather", {"city": "Paris"}) and said["text"] == "It is sunny."
+        assert "sun in Paris" in tokenizer.decode(b.scheduler.requests[-1].input_ids)
+        assert (await client.messages.parse(**ASK, output_format=City)).parsed_output == City(city="x")
+        others: Any = {"system": [], "stop_sequences": [], "service_tier": "auto", "extra_body": {"speed": "fast"}}
+        async with client.beta.messages.stream(**ASK, betas=["a", "b"], **others) as stream:
+            assert (await stream.get_final_message()).stop_reason == "end_turn"

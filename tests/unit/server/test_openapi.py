@@ -14,6 +14,7 @@ from fastapi.routing import APIRoute
 import pdserve.server
 from pdserve.config.access_group import AccessConfig
 from pdserve.http.access import RESTORE_PATH
+from pdserve.http.response_store import CANCEL_PATH, ITEMS_PATH
 from pdserve.observe.history import PATH as HISTORY_PATH
 from pdserve.server.app import BODIES, OPTIONAL_BODIES
 from pdserve.server.sglang_api.snapshots import KV_RULES
@@ -86,7 +87,8 @@ async def test_every_route_that_reads_a_body_says_what_it_is(tokenizer: Tokenize
         posts = {route.path for route in routes if {"POST", "PUT"} & (route.methods or set())}
         for path in sorted(posts):
             answer = await b.http.post(path, content=b"no JSON", headers={"Content-Type": "application/json"})
-            assert answer.status_code == (400 if path in BODIES or path == RESTORE_PATH else 200), path
+            expected = 400 if path in BODIES or path == RESTORE_PATH else 404 if path == CANCEL_PATH else 200
+            assert answer.status_code == expected, path
         assert BODIES.keys() <= posts
         for path in sorted(OPTIONAL_BODIES):
             assert (await b.http.post(path)).status_code == 200
@@ -114,11 +116,16 @@ async def test_every_query_says_what_it_may_be_and_nothing_else_is_read(tokenize
         for name in ("seconds", "since"):
             assert found.pop((HISTORY_PATH, "get", name)) == {"type": "number", "minimum": 0}
             assert (await b.http.get(f"{HISTORY_PATH}?{name}=x")).json()["param"] == name
+        assert all(found.pop((ITEMS_PATH, "get", name)) for name in ("order", "limit", "after"))
         for path, name, most in (("/logs", "lines", 5000), ("/v1/models", "limit", 1000)):
             assert found.pop((path, "get", name)) == {"type": "integer", "minimum": 1, "maximum": most}
             for text in ("x", "0", str(most + 1)):
                 answer = await b.http.get(f"{path}?{name}={text}", headers={"anthropic-version": "2023-06-01"})
                 assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+        for method in ("get", "post"):
+            assert found.pop(("/get_weights_by_name", method, "name")) == {"type": "string"}
+            size = found.pop(("/get_weights_by_name", method, "truncate_size"))
+            assert size == {"type": "integer", "minimum": 1}
         for name in ("after_id", "before_id"):
             assert found.pop(("/v1/models", "get", name)) == {"type": "string"}
         assert found.keys() == {
@@ -132,6 +139,7 @@ async def test_every_query_says_what_it_may_be_and_nothing_else_is_read(tokenize
             assert (await b.http.request(method, f"{path}?{name}=0")).status_code == 200
     sources = "".join(path.read_text() for path in Path(pdserve.server.__file__).parent.rglob("*.py"))
     assert set(re.findall(r"query_params\W+get\(\"(\w+)", sources)) == {name for _, _, name in found} | {
+        "truncate_size",
         "nonce",
         "kv",
         "lines",

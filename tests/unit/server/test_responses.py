@@ -34,7 +34,7 @@ TEXT = "héllo 👩‍👩‍👧 世界 e\u0301!"
 async def test_text_whole_and_streamed(tokenizer: Tokenizer) -> None:
     async with openai_bench(tokenizer, TEXT) as (b, client):
         whole = await client.responses.create(model="tiny", input="hi", instructions="Be brief.", store=True)
-        assert (whole.output_text, whole.status, whole.object, whole.store) == (TEXT, "completed", "response", False)
+        assert (whole.output_text, whole.status, whole.object, whole.store) == (TEXT, "completed", "response", True)
         prompt = tokenizer.decode(b.scheduler.requests[0].input_ids, skip_special=False)
         assert prompt == "<|user|>system: Be brief.\n<|user|>user: hi\n<|user|>assistant: "
         usage = whole.usage
@@ -179,7 +179,8 @@ async def test_a_failure_after_the_first_token_is_an_event(tokenizer: Tokenizer)
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"previous_response_id": 5}, "previous_response_id"),
+    ({"store": "yes"}, "store"),
     ({"background": True}, "background"),
     ({"conversation": "conv_1"}, "conversation"),
     ({"prompt": {"id": "p"}}, "prompt"),

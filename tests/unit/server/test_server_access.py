@@ -14,6 +14,7 @@ from pdserve.config.cli import parse_server_args
 from pdserve.errors import ConfigError
 from pdserve.http import access as http_access
 from pdserve.http.access import COMMANDS, GENERATING
+from pdserve.http.response_store import CANCEL_PATH, ITEMS_PATH, RESPONSE_PATH
 from pdserve.http.session_proof import CHALLENGE_PATH
 from pdserve.server.app import BODIES
 from pdserve.server.http import middleware as access
@@ -34,6 +35,7 @@ CLOSED = (
     ("POST", "/health_pair"),
 )  # fmt: skip
 PROBES = {"/health_pair"}
+STORED = {RESPONSE_PATH, ITEMS_PATH, CANCEL_PATH}
 PURE = {
     "/api/show",
     "/v1/messages/count_tokens",
@@ -53,7 +55,7 @@ def bearer(key: str) -> dict[str, str]:
 async def test_every_route_is_public_for_clients_or_a_command(tokenizer: Tokenizer) -> None:
     async with bench(tokenizer) as b:
         routes = [route for route in b.app.routes if isinstance(route, APIRoute)]
-    known = PUBLIC | COMMANDS | {*GENERATING} | FACTS | PURE | PROBES | {CHALLENGE_PATH}
+    known = PUBLIC | COMMANDS | {*GENERATING} | FACTS | PURE | PROBES | {CHALLENGE_PATH} | STORED
     assert {route.path for route in routes} == known
 
 

@@ -13,6 +13,7 @@ from fastapi.responses import Response
 
 from pdserve.errors import PdserveError
 from pdserve.http.errors import HttpRefusal
+from pdserve.http.response_store import Recording
 from pdserve.protocol.messages import FinishReason
 from pdserve.server.context import ServerContext
 from pdserve.server.engine_client.live_requests import RequestState
@@ -32,6 +33,7 @@ from pdserve.server.openai.chat_tools import ChatReader, ReadPlan, ReasoningCoun
 from pdserve.server.openai.logprob_format import chat_logprobs
 from pdserve.server.openai.responses.output import OutputWriter
 from pdserve.server.openai.responses.schemas import UNSUPPORTED_RESPONSES, ResponsesBody
+from pdserve.server.openai.responses.stored import recording_of
 from pdserve.server.openai.responses.to_chat import to_chat, with_fields_of
 from pdserve.server.request.intake import num_prompt_tokens
 from pdserve.server.request.sampling_fields import declared_sampling
@@ -40,8 +42,17 @@ from pdserve.server.request.sampling_fields import declared_sampling
 class ResponsesCall:
     """One call of `/v1/responses`. Event loop only."""
 
-    def __init__(self, context: ServerContext, body: ResponsesBody, states: list[RequestState], plan: ReadPlan) -> None:
+    def __init__(
+        self,
+        context: ServerContext,
+        body: ResponsesBody,
+        states: list[RequestState],
+        plan: ReadPlan,
+        recording: Recording | None = None,
+    ) -> None:
+        """`recording`: stores the response; None: it is not stored here."""
         self._context = context
+        self._recording = recording
         self._body = body
         self._states = states
         self._plan = plan
@@ -65,7 +76,7 @@ class ResponsesCall:
         self._writer.push(self._read(update), self._logprobs(update))
         status = _status(update.finish)
         self._writer.finish(_item_status(status))
-        return json_response(self._response(status, update))
+        return json_response(self._kept(self._response(status, update)))
 
     async def events(self, generation: Generation) -> AsyncGenerator[bytes, None]:
         """Generate the stream. It begins with the first token, so that a refused request gets its own HTTP status."""
@@ -90,7 +101,14 @@ class ResponsesCall:
         status = _status(total.finish)
         for event in self._writer.finish(_item_status(status)):
             yield self._event(event)
-        yield self._event({"type": f"response.{_ENDINGS[status]}", "response": self._response(status, total)})
+        response = self._kept(self._response(status, total))
+        yield self._event({"type": f"response.{_ENDINGS[status]}", "response": response})
+
+    def _kept(self, response: dict[str, Any]) -> dict[str, Any]:
+        """Store the whole response, and return it."""
+        if self._recording is not None:
+            self._recording.keep(response)
+        return response
 
     def _read(self, update: GenerationUpdate) -> list[Any]:
         deltas = self._reader.push(update.text)
@@ -158,7 +176,7 @@ def _item_status(status: str) -> str:
 
 
 def _echo(context: ServerContext, body: ResponsesBody) -> dict[str, Any]:
-    """Fields of a response that repeat its request. `store` is always false: responses are never stored."""
+    """Fields of a response that repeat its request. `store`: whether this server or its router stores the response."""
     reasoning, sampling = body.reasoning, declared_sampling(body)
     text_format = body.text.format if body.text is not None else None
     return {
@@ -173,12 +191,12 @@ def _echo(context: ServerContext, body: ResponsesBody) -> dict[str, Any]:
         "metadata": body.metadata or {},
         "model": body.model or context.model_name,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": reasoning.effort if reasoning is not None else None, "summary": None},
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
-        "store": False,
+        "store": body.store is True,
         "temperature": sampling["temperature"],
         "text": {"format": text_format or {"type": "text"}},
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
@@ -201,4 +219,4 @@ async def responses(context: ServerContext, request: Request) -> Response:
     body = convert(refuse_unsupported(raw, UNSUPPORTED_RESPONSES), ResponsesBody)
     with with_fields_of(body):
         states, plan = await prepare_chat(context, to_chat(body), "input")
-    return await ResponsesCall(context, body, states, plan).answer(request)
+    return await ResponsesCall(context, body, states, plan, recording_of(request)).answer(request)

@@ -9,8 +9,8 @@ import msgspec
 from pdserve.server.request.field_types import Input, ResponsesToolChoice
 from pdserve.server.request.schemas import UNSUPPORTED_OPENAI, OpenAIBody
 
-STATEFUL = ("background", "conversation", "previous_response_id", "prompt")
-"""Fields that need server-side state."""
+STATEFUL = ("background", "conversation", "prompt")
+"""Fields of server-side state that is not stored here."""
 UNSUPPORTED_RESPONSES = (*STATEFUL, *UNSUPPORTED_OPENAI, "prompt_logprobs")
 
 
@@ -33,6 +33,7 @@ class ResponsesBody(OpenAIBody):
     """Body of `POST /v1/responses`."""
 
     input: Input = None
+    previous_response_id: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
     tools: list[dict[str, Any]] | None = None
@@ -50,6 +51,8 @@ class ResponsesBody(OpenAIBody):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    pdserve_history: list[dict[str, Any]] | None = None
+    """The items of the conversation before `input`, from the store of a router or of this server."""
 
 
 class Part(msgspec.Struct):

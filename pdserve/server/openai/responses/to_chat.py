@@ -92,24 +92,26 @@ def with_fields_of(body: ResponsesBody) -> Iterator[None]:
 
 
 def _messages(body: ResponsesBody) -> list[ChatMessage]:
-    given = body.input
-    if isinstance(given, str):
-        made = [ChatMessage(role="user", content=given)]
-    elif isinstance(given, list):
-        check_num_messages(given, "input")
-        made = _from_items(given)
+    given, history = body.input, body.pdserve_history or []
+    if isinstance(given, str | list):
+        items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        check_num_messages([*history, *items], "input")
+        made = _from_items([*history, *items], len(history))
     else:
         raise RequestError(f"input must be a string or a list, got {type(given).__name__}", field="input")
     first = [ChatMessage(role="system", content=body.instructions)] if body.instructions else []
     return [*first, *made]
 
 
-def _from_items(items: Sequence[Any]) -> list[ChatMessage]:
-    """Convert items to messages. Reasoning, text and calls of one assistant turn become one message."""
+def _from_items(items: Sequence[Any], num_history: int) -> list[ChatMessage]:
+    """Convert items to messages. Reasoning, text and calls of one assistant turn become one message.
+
+    The first `num_history` items are those of the conversation that the request continues.
+    """
     made: list[ChatMessage] = []
     turn: ChatMessage | None = None
     for position, item in enumerate(items):
-        where = f"input[{position}]"
+        where = "previous_response_id" if position < num_history else f"input[{position - num_history}]"
         if not isinstance(item, dict):
             raise RequestError(f"{where} must be an object, got {type(item).__name__}", field=where)
         kind = item.get("type", "message")
