@@ -179,6 +179,11 @@ class HashExecutor(HashTierCopies, HashStamps):
             if group.space is space:
                 pool[pages] = POISON
 
+    def poison_all(self) -> None:
+        """Overwrite all pages: their memory was given back."""
+        for _, pool in self._all_pools():
+            pool[:] = POISON
+
     def _all_pools(self) -> Iterator[tuple[KVGroup, U64]]:
         for pools in self.pools:
             yield from zip(self._layout.groups, pools, strict=True)

@@ -6,12 +6,13 @@ Mishaps: drain ──> SwitchRole to all replicas ──> all have it: the serve
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, ModelError
+from pdserve.model.named_weights import NamedRows
 from pdserve.protocol.messages import SwitchRole
-from pdserve.protocol.weights import PrepareWeights, weights_name
+from pdserve.protocol.weights import Preparation, PrepareWeights, weights_name
 from pdserve.scheduler.role_switcher import OpenedRole
 from pdserve.scheduler.roles.base import SchedulerRole
 from pdserve.scheduler.weights_update import InstalledWeights
@@ -40,8 +41,37 @@ class RoleNode(Protocol):
         ...
 
 
+class SimMemory:
+    """Implements `ReleasableMemory`: released pages are poisoned, so that a read of them changes the tokens."""
+
+    def __init__(self, poison: Callable[[], None]) -> None:
+        self._poison = poison
+
+    def read(self, name: str, max_rows: int) -> list[NamedRows]:
+        """See `ReleasableMemory`. There are no weights."""
+        raise ModelError(f"this model has no tensor {name}")
+
+    def prepare(self, tags: Collection[str]) -> None:
+        """See `ReleasableMemory`. Does nothing."""
+
+    def cancel(self) -> None:
+        """See `ReleasableMemory`. Does nothing."""
+
+    def release(self, tags: Collection[str]) -> int:
+        """See `ReleasableMemory`."""
+        self._poison()
+        return 0
+
+    def restore(self, tags: Collection[str]) -> None:
+        """See `ReleasableMemory`. Does nothing."""
+
+
 class SimRoles:
-    """Implements `RoleOpener` for a simulated rank. The role and the names of the command stand in `disagg`."""
+    """Implements `RoleOpener` for a simulated rank. The role and the names of the command stand in `disagg`.
+
+    The role without transfers, while memory is released, is the present one as an instance that no peer finds. The
+    resume makes another instance.
+    """
 
     def __init__(self, node: RoleNode) -> None:
         self._node = node
@@ -66,6 +96,8 @@ class SimRoles:
         if node.role_change_fails():
             raise ConfigError("injected")
         mode, endpoint, instance = (str(command.disagg[name]) for name in ("mode", "endpoint", "instance"))
+        if command.server or command.disagg.get("disaggregation_mode") == "null":  # a resume, or a release
+            instance = f"{node.instance}+"
 
         def commit() -> OpenedRole:
             role = node.change_role(mode, endpoint, instance)
@@ -101,8 +133,9 @@ class SimWeights:
         self._node = node
         self._loading: int | None = None
 
-    def begin(self, command: PrepareWeights) -> None:
+    def begin(self, command: Preparation) -> None:
         """See `RankWeights.begin`."""
+        assert isinstance(command, PrepareWeights), "the weights are a number"
         self._loading = int(command.model_path or 0)
 
     def loaded(self) -> str | None:

@@ -27,7 +27,9 @@ from pdserve.protocol.messages import (
     StateReply,
     ToApi,
 )
+from pdserve.ranks.rank_reports import OwnReport, RankReports
 from pdserve.scheduler.context import SchedulerContext, StepLimits
+from pdserve.scheduler.engine_memory import EngineMemory
 from pdserve.scheduler.kv_checksum import KVChecksum, WriteLine
 from pdserve.scheduler.outbox import Outbox
 from pdserve.scheduler.request import WaitingQueue
@@ -43,7 +45,7 @@ from pdserve.sim.hash_layout import hash_draft_layout, hash_layout
 from pdserve.sim.hash_lm import HashExecutor
 from pdserve.sim.hash_storage import add_store, open_port
 from pdserve.sim.hash_tier import HashHasher
-from pdserve.sim.in_place import SimRoles, SimWeights, name_of
+from pdserve.sim.in_place import SimMemory, SimRoles, SimWeights, name_of
 from pdserve.sim.network import Faults, Grants, Pool, SimCopyEngine, SimDirectory, SimNet, SimSocket, Verb
 from pdserve.sim.shape import Prompt, RequestHalf, Shape, request
 from pdserve.sim.tiered_node import TieredNode
@@ -150,6 +152,9 @@ class SimNode(TieredNode):
             rules=shape.rules,
             switcher=RoleSwitcher(SimRoles(self), self._time(), self._hear),
             weights=WeightsUpdater(SimWeights(self), self._time(), self._hear),
+            engine_memory=EngineMemory(
+                SimMemory(self._lose_memory), SimRoles(self), self._reports(), self._time(), self._hear
+            ),
         )
 
     def _limits(self) -> StepLimits:
@@ -314,6 +319,13 @@ class SimNode(TieredNode):
     def _on_free(self, pages: list[int], space: PageSpace = PageSpace.TOKENS) -> None:
         """Poison pages that went back to the allocator."""
         self.executor.poison(pages, space)
+
+    def _lose_memory(self) -> None:
+        """Poison all pages: their memory has gone back to the system."""
+        self.executor.poison_all()
+
+    def _reports(self) -> RankReports:
+        return OwnReport()
 
     def _steps(self, table: PageTable) -> Executor:
         """Return the executor that the scheduler runs its steps with."""

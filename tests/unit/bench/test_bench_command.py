@@ -263,11 +263,14 @@ def test_an_interrupted_sweep_shows_and_keeps_the_runs_that_ended(
         raise KeyboardInterrupt
 
     ended: Json = {"label": "a", "request_rate": 1.0, "completed": 1, "failed": 0, "error_kinds": {}}
+    ended |= {"duration": 2.0, "output_throughput": 3.0}
     ended |= {"error_messages": [], **{f"{kind}_{name}_ms": 1.0 for name in METRICS for kind in KINDS}}
     monkeypatch.setattr(bench, "run", interrupted)
     assert bench.main(["--output-json", str(out)]) == bench.INTERRUPTED
     assert json.loads(out.read_text())["results"] == [ended]
-    assert "Successful requests:                      1" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "Successful requests:                      1" in shown.out
+    assert "a run: 1 answers, 0 failed, 2.0 s, 3.0 tok/s" in shown.err
 
 
 def test_flags_that_meet_in_the_request_are_checked_too() -> None:
