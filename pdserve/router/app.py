@@ -19,11 +19,13 @@ from aiohttp import web
 import pdserve
 from pdserve.base.log_ring import PATH as LOGS_PATH
 from pdserve.http.access import (
+    CLOSE_SESSION_PATH,
     COUNT_TOKENS_PATH,
     GENERATING,
     OLLAMA_SHOW_PATH,
     OLLAMA_TAGS_PATH,
     OLLAMA_VERSION_PATH,
+    OPEN_SESSION_PATH,
     BodyBudget,
 )
 from pdserve.http.response_store import ResponseStore
@@ -228,6 +230,11 @@ class RouterApp:
         self.metrics.show_pairs(self.admission.pairs)
         return web.Response(body=self.metrics.render(), headers={"Content-Type": "text/plain; version=0.0.4"})
 
+    async def no_session(self, request: web.Request) -> web.Response:
+        """Refuse to open or close a session: one server has it, and requests may go to others (SGLang)."""
+        text = "a session is kept by one server; open it there, and send its requests there"
+        return error_response(400, text, "unsupported")
+
     def routes(self) -> list[web.RouteDef]:
         """Return all routes of the router."""
         fanout = self._fanout
@@ -247,6 +254,7 @@ class RouterApp:
                 for path in ("/flush_cache", "/start_profile", "/stop_profile", *MEMORY_COMMANDS)
             ),
             web.post("/abort_request", self.abort),
+            *(web.post(path, self.no_session) for path in (OPEN_SESSION_PATH, CLOSE_SESSION_PATH)),
             web.get("/health_generate", fanout.health_generate),
             *(web.get(path, self.ready) for path in ("/health", "/readiness", "/ready")),
             *(web.get(path, self.alive) for path in ("/liveness", "/ping")),
