@@ -10,7 +10,7 @@ from typing import Any
 from pdserve.bench.charts import charts_of
 from pdserve.bench.metrics import METRICS, percentile_name
 from pdserve.bench.svg import grid, sheet
-from pdserve.bench.text_report import COLUMNS, best_rate
+from pdserve.bench.text_report import COLUMNS, best_rate, comparison
 from pdserve.errors import ConfigError
 
 Json = dict[str, Any]
@@ -38,9 +38,10 @@ def page(report: Json) -> str:
     results: Sequence[Json] = report["results"]
     charts = charts_of(results)
     services = " and ".join(dict.fromkeys(f"{one['label']} ({one['endpoint']})" for one in results))
-    machine = report["machine"]
+    machine, date = report["machine"], results[0]["date"]
+    day, clock = f"{date[:4]}-{date[4:6]}-{date[6:8]}", f"{date[9:11]}:{date[11:13]}"
     facts = (
-        f"{services}; model {results[0]['model_id']}; {results[0]['dataset_name']} requests; {results[0]['date']}; "
+        f"{services}; model {results[0]['model_id']}; {results[0]['dataset_name']} requests; {day} {clock}; "
         f"client on {machine['cpus']} cores, {machine['platform']}; pdserve {report['version']}"
     )
     shown = json.dumps(report["flags"], indent=2)
@@ -48,7 +49,7 @@ def page(report: Json) -> str:
         "<h1>Serving benchmark</h1>", f"<p>{escape(facts)}</p>", *_searches(report),
         "<h2>Runs</h2>", f"<p>Latencies in milliseconds.{escape(_limits(results))}</p>",
         _table([heading for heading, _, _ in _columns(results)], _runs(results)),
-        *_errors(results),
+        *_comparison(results), *_errors(results),
         "<h2>Charts</h2>", '<div class="charts">', *(chart.svg.inline(chart.title) for chart in charts), "</div>",
         "<h2>Latencies, ms</h2>", _table(["run", "metric", *_kinds(results)], _latencies(results), "named"),
         f"<details><summary>Flags</summary><pre>{escape(shown)}</pre></details>",
@@ -61,6 +62,15 @@ def page(report: Json) -> str:
         f"<title>Serving benchmark</title>\n<style>{CSS}{sheet()}\n</style>\n</head>\n"
         f"<body>\n{body}\n</body>\n</html>\n"
     )
+
+
+def _comparison(results: Sequence[Json]) -> list[str]:
+    headings, rows = comparison(results)
+    if not rows:
+        return []
+    first, second = dict.fromkeys(result["label"] for result in results)
+    told = "Each ratio is taken within a round: the median of the rounds (least-most)."
+    return [f"<h2>{escape(second)} / {escape(first)}</h2>", f"<p>{told}</p>", _table(headings, rows)]
 
 
 def _limits(results: Sequence[Json]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,6 +44,11 @@ COLUMNS = (
 )
 
 
+RATIOS = ("output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_ttst_ms", "median_tpot_ms", "median_itl_ms",
+          "p99_itl_ms")  # fmt: skip
+"""Fields whose ratios compare two services."""
+
+
 def block(result: Json, metrics: Sequence[str], percentiles: Sequence[float]) -> str:
     """Return one run as text."""
     lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}"]
@@ -66,15 +72,47 @@ def errors(result: Json) -> list[str]:
 
 
 def table(results: Sequence[Json]) -> str:
-    """Return several runs as a table; columns that no run has are left out. Latencies are in milliseconds."""
+    """Return several runs as a table, and the ratios of two services; columns that no run has are left out."""
     columns = [column for column in COLUMNS if any(result.get(column[1]) is not None for result in results)]
     rows = [[heading for heading, _, _ in columns]]
     rows += [[_number(result.get(name), form) for _, name, form in columns] for result in results]
-    widths = [max(len(row[index]) for row in rows) for index in range(len(columns))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    lines.append("Latencies in milliseconds.")
+    lines = [*_aligned(rows), "Latencies in milliseconds."]
+    compared, ratios = comparison(results)
+    if ratios:
+        first, second = dict.fromkeys(result["label"] for result in results)
+        lines += ["", f"{second} / {first}:", *_aligned([compared, *ratios])]
     found = [f"{result['label']}, {result['request_rate']}: {line}" for result in results for line in errors(result)]
     return "\n".join([*lines, *found])
+
+
+def comparison(results: Sequence[Json]) -> tuple[list[str], list[list[str]]]:
+    """Return headings and rows of the ratios of the second service to the first, a row for each load.
+
+    A ratio is taken within a round: the median of the rounds with the least and the most. No rows for one service.
+    """
+    labels = list(dict.fromkeys(result["label"] for result in results))
+    if len(labels) != 2:
+        return [], []
+    names = [name for name in RATIOS if any(result.get(name) is not None for result in results)]
+    headings = {name: heading for heading, name, _ in COLUMNS}
+    by_load: dict[tuple[Any, Any], dict[int, dict[str, Json]]] = {}
+    for result in results:
+        rounds = by_load.setdefault((result["request_rate"], result["max_concurrency"]), {})
+        rounds.setdefault(result["round"], {})[result["label"]] = result
+    rows = []
+    for (rate, limit), rounds in by_load.items():
+        pairs = [(one[labels[0]], one[labels[1]]) for one in rounds.values() if len(one) == 2]
+        found = [[second[name] / first[name] for first, second in pairs if first.get(name) and second.get(name)]
+                 for name in names]  # fmt: skip
+        rows.append([str(rate), "-" if limit is None else str(limit), str(len(pairs)), *map(_spread, found)])
+    return ["rate", "in flight", "rounds", *(headings[name] for name in names)], rows
+
+
+def _spread(ratios: Sequence[float]) -> str:
+    if not ratios:
+        return "-"
+    spread = f" ({min(ratios):.2f}-{max(ratios):.2f})" if len(ratios) > 1 else ""
+    return f"{statistics.median(ratios):.2f}x{spread}"
 
 
 def best_rate(best: Json) -> str:
@@ -84,6 +122,11 @@ def best_rate(best: Json) -> str:
         return f"no rate, down to {best['lowest_rate_beyond_slo']:g} requests/s"
     at_least = "at least " if best["lowest_rate_beyond_slo"] is None else ""
     return f"{at_least}{rate:g} requests/s ({best['goodput_share']:.0%} within)"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
 def _number(value: Any, form: str) -> str:

@@ -63,11 +63,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 class BarProgress(BenchProgress):
-    """A tqdm bar for each run, on stderr; none without a terminal. `results` has the runs that have ended."""
+    """A tqdm bar for each run, on stderr; without a terminal a line at its end. `results` has the runs that ended."""
 
     def __init__(self, *, disabled: bool) -> None:
         self.results: list[Json] = []
         self._disabled = disabled or not sys.stderr.isatty()
+        self._prints = self._disabled and not disabled
+        self._what = ""
         self._bar: Any = None
         self._failed = self._tokens = 0
         self._began = 0.0
@@ -77,7 +79,7 @@ class BarProgress(BenchProgress):
         from tqdm import tqdm
 
         self._failed = self._tokens = 0
-        self._began = time.perf_counter()
+        self._began, self._what = time.perf_counter(), what
         self._bar = tqdm(total=num_requests, desc=what, unit="req", disable=self._disabled, leave=True)
 
     def done(self, record: BenchRecord) -> None:
@@ -92,8 +94,12 @@ class BarProgress(BenchProgress):
     def end(self, result: Json | None) -> None:
         """Close it, and keep the result."""
         self.close()
-        if result is not None:
-            self.results.append(result)
+        if result is None:
+            return
+        self.results.append(result)
+        if self._prints:
+            counts = f"{result['completed']} answers, {result['failed']} failed, {result['duration']:.1f} s"
+            print(f"{self._what}: {counts}, {result['output_throughput']:.1f} tok/s", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Close the bar of a run that was interrupted, too."""

@@ -83,7 +83,7 @@ async def test_a_sweep_has_a_run_for_each_rate_and_concurrency(capsys: pytest.Ca
     assert words == ["service"] + ["openai"] * 4 + ["Latencies"]
 
 
-async def test_two_services_get_the_same_requests_in_turn() -> None:
+async def test_two_services_get_the_same_requests_in_turn(capsys: pytest.CaptureFixture[str]) -> None:
     async with serving(FakeService(plain)) as one, serving(FakeService(plain)) as other:
         words = [
             "--compare",
@@ -101,6 +101,7 @@ async def test_two_services_get_the_same_requests_in_turn() -> None:
         host = other.url.partition("://")[2]
     order = [(result["label"], result["round"]) for result in report["results"]]
     assert order == [("pair", 0), (host, 0), (host, 1), ("pair", 1), ("pair", 2), (host, 2)]
+    assert f"{host} / pair:" in capsys.readouterr().out
     sent = [sorted(json.dumps(body["prompt"]) for body in service.bodies) for service in (one, other)]
     assert sent[0] == sent[1] and len(set(sent[0])) == 6
 
@@ -262,11 +263,14 @@ def test_an_interrupted_sweep_shows_and_keeps_the_runs_that_ended(
         raise KeyboardInterrupt
 
     ended: Json = {"label": "a", "request_rate": 1.0, "completed": 1, "failed": 0, "error_kinds": {}}
+    ended |= {"duration": 2.0, "output_throughput": 3.0}
     ended |= {"error_messages": [], **{f"{kind}_{name}_ms": 1.0 for name in METRICS for kind in KINDS}}
     monkeypatch.setattr(bench, "run", interrupted)
     assert bench.main(["--output-json", str(out)]) == bench.INTERRUPTED
     assert json.loads(out.read_text())["results"] == [ended]
-    assert "Successful requests:                      1" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "Successful requests:                      1" in shown.out
+    assert "a run: 1 answers, 0 failed, 2.0 s, 3.0 tok/s" in shown.err
 
 
 def test_flags_that_meet_in_the_request_are_checked_too() -> None:

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pdserve.bench import html_report, svg
+from pdserve.bench import html_report, svg, text_report
 from pdserve.bench.charts import ChartSeries, charts_of, line_chart
 from pdserve.bench.client import BenchRecord
 from pdserve.bench.metrics import Slo, summarize, timeline
@@ -61,6 +61,17 @@ def test_a_sweep_has_a_curve_for_each_service_over_the_rates() -> None:
     assert first == second == third == fourth and len(first) == 2, "the same figures"
     assert first[0][1] > first[1][1], "a longer time is higher"
     assert "Requests within the limits" in charts
+
+
+def test_two_services_have_ratios_within_rounds() -> None:
+    ttfts = ((0.1, 0.2), (0.2, 0.4), (0.3, 0.7))
+    results = [result(label, 1.0, ttft, round_index=index)
+               for index, both in enumerate(ttfts) for label, ttft in zip("ab", both, strict=True)]  # fmt: skip
+    headings, rows = text_report.comparison(results)
+    assert rows[0][:3] == ["1.0", "-", "3"] and rows[0][headings.index("TTFT p50")] == "2.00x (2.00-2.33)"
+    assert "b / a:" in text_report.table(results) and "<h2>b / a</h2>" in html_report.page(report(*results))
+    assert text_report.comparison(results[::2]) == ([], [])
+    assert text_report.comparison(results[1:3])[1] == [["1.0", "-", "0", *["-"] * 7]], "no round has both"
 
 
 def test_rounds_of_a_load_are_one_point_and_concurrencies_an_axis() -> None:
