@@ -359,6 +359,7 @@ class WeightsFromTensorBody(msgspec.Struct, forbid_unknown_fields=True):
     flush_cache: bool = True
     keep_pause: bool = False
     drain_timeout_secs: float | None = None
+    prepare_only: bool = False
     torch_empty_cache: bool = False
 
 

@@ -11,6 +11,7 @@ from aiohttp import web
 
 import pdserve
 from pdserve.router.workers import fanout as fleet
+from pdserve.router.workers.fanout import MEMORY_COMMANDS
 from tests.waiting import until
 
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
@@ -163,7 +164,7 @@ def test_paths_that_servers_take_either_way_are_taken_either_way(run_world: RunW
     async def scenario(world: Any) -> None:
         workers = [await world.worker(name) for name in "ab"]
         async with world.router([], workers) as url:
-            for path in ("/flush_cache", "/start_profile", "/stop_profile"):
+            for path in ("/flush_cache", "/start_profile", "/stop_profile", *MEMORY_COMMANDS):
                 for method in ("GET", "POST"):
                     async with world.session.request(method, url + path) as response:
                         told = await response.json()
