@@ -70,6 +70,10 @@ class Faults:
     rank_death: float = 0.0
     """One rank of a replica dies alone; the other ranks notice some time later."""
 
+    update: float = 0.0
+    """The weights of all servers change, one server after the other; no fault, and nothing may fail by it."""
+    update_failed: float = 0.0
+    """A rank cannot load the other weights."""
     migrate: float = 0.0
     """A running request moves to another decode server; no fault, and nothing may fail by it."""
     drain_migrate: float = 0.0

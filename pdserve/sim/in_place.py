@@ -1,4 +1,4 @@
-"""Role changes in place of simulated servers: how a `SimNode` opens another role, and how a `SimServer` changes.
+"""Changes in place of simulated servers: how a `SimNode` opens another role, and how it takes other weights.
 
 Mishaps: drain ──> SwitchRole to all replicas ──> all have it: the server is in the other pool
                                             └──> one cannot: those that have changed return
@@ -12,8 +12,10 @@ from typing import Protocol
 from pdserve.errors import ConfigError, ModelError
 from pdserve.model.named_weights import NamedRows
 from pdserve.protocol.messages import SwitchRole
+from pdserve.protocol.weights import Preparation, PrepareWeights, weights_name
 from pdserve.scheduler.role_switcher import OpenedRole
 from pdserve.scheduler.roles.base import SchedulerRole
+from pdserve.scheduler.weights_update import InstalledWeights
 from pdserve.transfer.manager import KVManager
 
 
@@ -105,3 +107,51 @@ class SimRoles:
 
     def announce(self) -> None:
         """See `RoleOpener`."""
+
+
+def name_of(number: int) -> str:
+    """Return what rooms carry of the weights with this number."""
+    return weights_name(f"v{number}", str(number))
+
+
+class WeightsNode(Protocol):
+    """The part of a `SimNode` that an update needs."""
+
+    def load_ends(self) -> str | None:
+        """See `SimNode`."""
+        ...
+
+    def take_weights(self, number: int) -> None:
+        """See `SimNode`."""
+        ...
+
+
+class SimWeights:
+    """Implements `RankWeights` for a simulated rank. `model_path` is the number of the weights."""
+
+    def __init__(self, node: WeightsNode) -> None:
+        self._node = node
+        self._loading: int | None = None
+
+    def begin(self, command: Preparation) -> None:
+        """See `RankWeights.begin`."""
+        assert isinstance(command, PrepareWeights), "the weights are a number"
+        self._loading = int(command.model_path or 0)
+
+    def loaded(self) -> str | None:
+        """See `RankWeights.loaded`. Takes some turns, and fails at random."""
+        failure = self._node.load_ends()
+        if failure:
+            self._loading = None
+        return failure
+
+    def install(self, version: str | None) -> InstalledWeights:
+        """See `RankWeights.install`."""
+        assert self._loading is not None and version is not None, "an update without weights"
+        number, self._loading = self._loading, None
+        self._node.take_weights(number)
+        return InstalledWeights(name_of(number), {"weight_version": version})
+
+    def drop(self) -> None:
+        """See `RankWeights.drop`."""
+        self._loading = None
