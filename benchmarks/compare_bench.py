@@ -20,6 +20,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -203,14 +204,14 @@ def document(args: argparse.Namespace, facts: Json, rounds: Mapping[str, report.
     parts = [
         f"# Benchmark clients on the same server, {facts['date']}",
         f"{args.num_prompts} requests at /v1/completions, at most {args.concurrency} in flight, {args.input_len} tokens"
-        f" in and {args.output_len} out. Each tool in turn; median of {args.rounds} rounds (least-most).",
+        f" in and {args.output_len} out. Each tool in turn; median of the rounds (least-most).",
     ]
     for server, found in rounds.items():
         apart = disagreements(found)
         agreed = (
             "All figures agree." if not apart else "\n".join(["Figures that differ:", "", *(f"- {a}" for a in apart)])
         )
-        parts += [f"## {server}", table(found), agreed]
+        parts += [f"## {server}, {len(found[OURS])} rounds", table(found), agreed]
     return "\n\n".join([*parts, report.footer(facts)])
 
 
@@ -243,7 +244,25 @@ def measure(args: argparse.Namespace, url: str, model: str, tools: Sequence[str]
             return run_tool(tool, job)
 
         run_once(OURS, -1)
-        return report.interleaved_rounds(tools, args.rounds, run_once)
+        return rounds_within(tools, args.rounds, args.max_minutes * 60, run_once)
+
+
+def rounds_within(
+    tools: Sequence[str], count: int, budget_s: float, run_once: Callable[[str, int], dict[str, float]]
+) -> report.Rounds:
+    """Run all tools in turn, at most `count` times; no round begins that would end after `budget_s` seconds."""
+    rounds: report.Rounds = {tool: [] for tool in tools}
+    began, longest = time.perf_counter(), 0.0
+    for index in range(count):
+        start = time.perf_counter()
+        if index and start - began + longest > budget_s:
+            print(f"{index} of {count} rounds fit into {budget_s:g} s", flush=True)
+            break
+        for tool in tools if index % 2 == 0 else tools[::-1]:
+            rounds[tool].append(run_once(tool, index))
+            print(f"round {index} {tool:<25} {rounds[tool][-1]}", flush=True)
+        longest = max(longest, time.perf_counter() - start)
+    return rounds
 
 
 def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -256,6 +275,7 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--tokenizer", help="directory of the tokenizer; by default that of --model")
     add("--tools", nargs="+", choices=tuple(TOOLS), default=list(TOOLS))
     add("--rounds", type=int, default=3)
+    add("--max-minutes", type=float, default=10.0, help="of a server's rounds; no round begins that would end later")
     add("--num-prompts", type=int, default=32)
     add("--concurrency", type=int, default=4)
     add("--input-len", type=int, default=256)

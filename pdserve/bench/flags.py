@@ -103,7 +103,7 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
     add("--save-result", action="store_true", help="write a file for each run, with the fields of vllm bench serve")
     add("--save-detailed", action="store_true", help="the results have the values of each request")
     add("--result-dir", type=Path, metavar="DIR", help="where --save-result writes (.)")
-    add("--disable-tqdm", action="store_true", help="no progress bar; a pipe has none either")
+    add("--disable-tqdm", action="store_true", help="no progress on stderr")
 
 
 def check(args: argparse.Namespace) -> None:

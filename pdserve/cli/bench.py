@@ -22,7 +22,7 @@ from typing import Any
 
 from pdserve import __version__
 from pdserve.bench import flags, html_report, text_report
-from pdserve.bench.campaign import BenchPlan, BenchProgress, BenchService, Campaign, LoadPoint, wait_ready
+from pdserve.bench.campaign import BenchPlan, BenchProgress, BenchService, Campaign, LoadPoint, wait_ready, wait_serving
 from pdserve.bench.client import BenchClient, BenchRecord, BenchTarget
 from pdserve.bench.datasets import make_sessions
 from pdserve.bench.metrics import Slo
@@ -63,11 +63,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 class BarProgress(BenchProgress):
-    """A tqdm bar for each run, on stderr; none without a terminal. `results` has the runs that have ended."""
+    """A tqdm bar for each run, on stderr; without a terminal a line at its end. `results` has the runs that ended."""
 
     def __init__(self, *, disabled: bool) -> None:
         self.results: list[Json] = []
         self._disabled = disabled or not sys.stderr.isatty()
+        self._prints = self._disabled and not disabled
+        self._what = ""
         self._bar: Any = None
         self._failed = self._tokens = 0
         self._began = 0.0
@@ -77,7 +79,7 @@ class BarProgress(BenchProgress):
         from tqdm import tqdm
 
         self._failed = self._tokens = 0
-        self._began = time.perf_counter()
+        self._began, self._what = time.perf_counter(), what
         self._bar = tqdm(total=num_requests, desc=what, unit="req", disable=self._disabled, leave=True)
 
     def done(self, record: BenchRecord) -> None:
@@ -92,8 +94,12 @@ class BarProgress(BenchProgress):
     def end(self, result: Json | None) -> None:
         """Close it, and keep the result."""
         self.close()
-        if result is not None:
-            self.results.append(result)
+        if result is None:
+            return
+        self.results.append(result)
+        if self._prints:
+            counts = f"{result['completed']} answers, {result['failed']} failed, {result['duration']:.1f} s"
+            print(f"{self._what}: {counts}, {result['output_throughput']:.1f} tok/s", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Close the bar of a run that was interrupted, too."""
@@ -148,6 +154,7 @@ async def _opened(stack: contextlib.AsyncExitStack, target: BenchTarget, ready_s
     client = await stack.enter_async_context(BenchClient(target))
     if target.model is not None and ready_s == 0:
         return client
+    began = time.monotonic()
     try:
         model = await wait_ready(client, ready_s)
     except ConfigError:
@@ -155,6 +162,8 @@ async def _opened(stack: contextlib.AsyncExitStack, target: BenchTarget, ready_s
             raise
         return client  # /generate needs no model
     client.target = dataclasses.replace(target, model=target.model or model)
+    if ready_s > 0:
+        await wait_serving(client, ready_s - (time.monotonic() - began))
     return client
 
 

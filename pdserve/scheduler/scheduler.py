@@ -355,6 +355,8 @@ class Scheduler(UpdatableWeights, ManagedMemory):
             case MigrateOut() | EndMigration() | SendPrefix():
                 self._audited = False
                 self.role.migrate(event)
+            case RedirectReceiver() if self.kv is None and self.engine_memory is not None:
+                pass  # of a room that ended before memory was released
             case RedirectReceiver(room=room, input_ids=input_ids, replica=replica, lora=lora):
                 assert self.kv is not None, "a monolith has no rooms"
                 adapter = "" if lora is None else self.context.adapter_digest(lora)

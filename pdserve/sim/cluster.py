@@ -24,6 +24,7 @@ from pdserve.sim.ranks import RankedNode
 from pdserve.sim.router import ClientAnswer, SimRouter
 from pdserve.sim.server import SimServer
 from pdserve.sim.shape import Prompt, Shape
+from pdserve.sim.updates import SimUpdates
 
 TICK_S, IDLE_TICK_S = 0.25, 1.0
 RECOVERY_S = 100.0
@@ -72,6 +73,7 @@ class Cluster:
                 self.servers.append(self.start(role, host, self._machine_clock()))
         self.mishaps = Mishaps(self)
         self.migrations = SimMigrations(self.net, self.of_role)
+        self.updates = SimUpdates(self.net, lambda: self.servers)
         self.router: SimRouter | None = None
 
     def of_role(self, role: str) -> list[SimServer]:
@@ -160,10 +162,12 @@ class Cluster:
                 self.mishaps.end()
             router.step()
             self.migrations.step(router)
+            self.updates.step(is_busy=bool(todo))
             for server in list(self.servers):
                 if self.clock.now() >= server.stopped_until:
                     server.step()
-            busy = todo or at_last or router.open or router.tries or self.mishaps.pending or self.migrations.num_pending
+            busy = todo or at_last or router.open or router.tries or self.mishaps.pending
+            busy = busy or self.migrations.num_pending or self.updates.num_pending
             if busy or not all(server.idle for server in self.servers):
                 quiet_since = None
                 continue

@@ -65,9 +65,15 @@ class Faults:
     """A server drains and takes the other role in place."""
     change_failed: float = 0.0
     """A rank cannot open the parts of the other role."""
+    release: float = 0.0
+    """A server drains, and gives its KV memory back to the system for a while."""
     rank_death: float = 0.0
     """One rank of a replica dies alone; the other ranks notice some time later."""
 
+    update: float = 0.0
+    """The weights of all servers change, one server after the other; no fault, and nothing may fail by it."""
+    update_failed: float = 0.0
+    """A rank cannot load the other weights."""
     migrate: float = 0.0
     """A running request moves to another decode server; no fault, and nothing may fail by it."""
     drain_migrate: float = 0.0
@@ -104,6 +110,7 @@ class Faults:
             switch=0.0,
             change=0.0,
             change_failed=0.0,
+            release=0.0,
             rank_death=0.0,
         )
 

@@ -122,6 +122,12 @@ class HashExecutor(HashTierCopies, HashStamps):
         self._layer_events: dict[int, CountedLayerEvents] = {}
         """Of steps that are not computed."""
 
+    def change_weights(self, weights: int) -> None:
+        """Compute with other weights from now on. No row is open."""
+        assert not self._by_row, "the weights change while a request has a row"
+        self._weights = weights
+        self._layers = [self._layer(layer) for layer in range(self._layout.num_layers)]
+
     def _layer(self, layer: int) -> HashLayer:
         """Return a layer of the model: the DRAFT group, whose layers have the same numbers, is the last one."""
         return self._layer_of(next(i for i, group in enumerate(self._layout.groups) if layer in group.layers), layer)
@@ -173,6 +179,11 @@ class HashExecutor(HashTierCopies, HashStamps):
         for group, pool in self._all_pools():
             if group.space is space:
                 pool[pages] = POISON
+
+    def poison_all(self) -> None:
+        """Overwrite all pages: their memory was given back."""
+        for _, pool in self._all_pools():
+            pool[:] = POISON
 
     def _all_pools(self) -> Iterator[tuple[KVGroup, U64]]:
         for pools in self.pools:

@@ -1,4 +1,4 @@
-"""Role changes in place of simulated servers: how a `SimNode` opens another role, and how a `SimServer` changes.
+"""Changes in place of simulated servers: how a `SimNode` opens another role, and how it takes other weights.
 
 Mishaps: drain ──> SwitchRole to all replicas ──> all have it: the server is in the other pool
                                             └──> one cannot: those that have changed return
@@ -6,13 +6,16 @@ Mishaps: drain ──> SwitchRole to all replicas ──> all have it: the serve
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, ModelError
+from pdserve.model.named_weights import NamedRows
 from pdserve.protocol.messages import SwitchRole
+from pdserve.protocol.weights import Preparation, PrepareWeights, weights_name
 from pdserve.scheduler.role_switcher import OpenedRole
 from pdserve.scheduler.roles.base import SchedulerRole
+from pdserve.scheduler.weights_update import InstalledWeights
 from pdserve.transfer.manager import KVManager
 
 
@@ -38,8 +41,37 @@ class RoleNode(Protocol):
         ...
 
 
+class SimMemory:
+    """Implements `ReleasableMemory`: released pages are poisoned, so that a read of them changes the tokens."""
+
+    def __init__(self, poison: Callable[[], None]) -> None:
+        self._poison = poison
+
+    def read(self, name: str, max_rows: int) -> list[NamedRows]:
+        """See `ReleasableMemory`. There are no weights."""
+        raise ModelError(f"this model has no tensor {name}")
+
+    def prepare(self, tags: Collection[str]) -> None:
+        """See `ReleasableMemory`. Does nothing."""
+
+    def cancel(self) -> None:
+        """See `ReleasableMemory`. Does nothing."""
+
+    def release(self, tags: Collection[str]) -> int:
+        """See `ReleasableMemory`."""
+        self._poison()
+        return 0
+
+    def restore(self, tags: Collection[str]) -> None:
+        """See `ReleasableMemory`. Does nothing."""
+
+
 class SimRoles:
-    """Implements `RoleOpener` for a simulated rank. The role and the names of the command stand in `disagg`."""
+    """Implements `RoleOpener` for a simulated rank. The role and the names of the command stand in `disagg`.
+
+    The role without transfers, while memory is released, is the present one as an instance that no peer finds. The
+    resume makes another instance.
+    """
 
     def __init__(self, node: RoleNode) -> None:
         self._node = node
@@ -64,6 +96,8 @@ class SimRoles:
         if node.role_change_fails():
             raise ConfigError("injected")
         mode, endpoint, instance = (str(command.disagg[name]) for name in ("mode", "endpoint", "instance"))
+        if command.server or command.disagg.get("disaggregation_mode") == "null":  # a resume, or a release
+            instance = f"{node.instance}+"
 
         def commit() -> OpenedRole:
             role = node.change_role(mode, endpoint, instance)
@@ -73,3 +107,51 @@ class SimRoles:
 
     def announce(self) -> None:
         """See `RoleOpener`."""
+
+
+def name_of(number: int) -> str:
+    """Return what rooms carry of the weights with this number."""
+    return weights_name(f"v{number}", str(number))
+
+
+class WeightsNode(Protocol):
+    """The part of a `SimNode` that an update needs."""
+
+    def load_ends(self) -> str | None:
+        """See `SimNode`."""
+        ...
+
+    def take_weights(self, number: int) -> None:
+        """See `SimNode`."""
+        ...
+
+
+class SimWeights:
+    """Implements `RankWeights` for a simulated rank. `model_path` is the number of the weights."""
+
+    def __init__(self, node: WeightsNode) -> None:
+        self._node = node
+        self._loading: int | None = None
+
+    def begin(self, command: Preparation) -> None:
+        """See `RankWeights.begin`."""
+        assert isinstance(command, PrepareWeights), "the weights are a number"
+        self._loading = int(command.model_path or 0)
+
+    def loaded(self) -> str | None:
+        """See `RankWeights.loaded`. Takes some turns, and fails at random."""
+        failure = self._node.load_ends()
+        if failure:
+            self._loading = None
+        return failure
+
+    def install(self, version: str | None) -> InstalledWeights:
+        """See `RankWeights.install`."""
+        assert self._loading is not None and version is not None, "an update without weights"
+        number, self._loading = self._loading, None
+        self._node.take_weights(number)
+        return InstalledWeights(name_of(number), {"weight_version": version})
+
+    def drop(self) -> None:
+        """See `RankWeights.drop`."""
+        self._loading = None

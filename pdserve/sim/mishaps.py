@@ -11,6 +11,9 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
+
+from pdserve.protocol.engine_memory import KV_CACHE, ReleaseMemory, ResumeMemory
 from pdserve.protocol.messages import CommandReply, SwitchRole
 from pdserve.sim.migrations import SimMigrations
 from pdserve.sim.network import SimNet
@@ -29,6 +32,7 @@ QUIET_S = 20.0
 """Upper bound of the seconds that it waits for peers to release pages."""
 CHANGE_S = 5.0
 """Seconds within which a drained replica must have become idle, to change its role in place."""
+MAX_RELEASED_S = 30.0
 OTHER = {"prefill": "decode", "decode": "prefill"}
 
 
@@ -63,6 +67,8 @@ class _Drain:
     ended_at: float | None = None
     in_place: bool = False
     """The server takes the other role in place, instead of ending."""
+    releases: bool = False
+    """The server releases its memory, instead of ending."""
 
 
 _numbers = itertools.count()
@@ -99,6 +105,36 @@ class RoleChangeInPlace:
         return all(reply.ok for reply in replies)
 
 
+@dataclasses.dataclass(slots=True)
+class MemoryRelease:
+    """KV memory of one server that is released, and resumed at `resume_at`; None: not all replicas have released."""
+
+    server: SimServer
+    resume_at: float | None = None
+    is_resuming: bool = False
+    number: int = dataclasses.field(default_factory=_numbers.__next__)
+
+    def begin(self) -> None:
+        """Send the release to all replicas."""
+        release = ReleaseMemory(query_id="", tags=(KV_CACHE,), timeout_s=CHANGE_S)
+        self._post(lambda query_id: msgspec.structs.replace(release, query_id=query_id))
+
+    def resume(self) -> None:
+        """Send the resume to all replicas, also to those that have released nothing."""
+        self.is_resuming, self.number = True, next(_numbers)
+        self._post(lambda query_id: ResumeMemory(query_id=query_id, tags=(KV_CACHE,), server="again"))
+
+    def _post(self, make: Callable[[str], ReleaseMemory | ResumeMemory]) -> None:
+        for index, node in enumerate(self.server.replicas):
+            node.mailbox.post(make(f"memory {self.number}.{index}"))
+
+    def outcome(self) -> bool | None:
+        """Whether all replicas have obeyed; None while one has not replied."""
+        names = [f"memory {self.number}.{index}" for index in range(len(self.server.replicas))]
+        replies = [node.replies.get(name) for node, name in zip(self.server.replicas, names, strict=True)]
+        return None if None in replies else all(reply is not None and reply.ok for reply in replies)
+
+
 class Mishaps:
     """The faults of one cluster. `pending` counts servers that are draining or about to restart."""
 
@@ -108,6 +144,7 @@ class Mishaps:
         self._rng: random.Random = cluster.net.rng
         self._drains: list[_Drain] = []
         self._changes: list[RoleChangeInPlace] = []
+        self._releases: list[MemoryRelease] = []
         self._num_absent = 0
         self._has_healed = False
         """Whether `heal` was called. From then on no frames of dead processes are replayed or forged, because such
@@ -118,8 +155,8 @@ class Mishaps:
 
     @property
     def pending(self) -> int:
-        """Number of servers that are draining, changing their role or down."""
-        return len(self._drains) + len(self._changes) + self._num_absent
+        """Number of servers that are draining, changing their role, without memory, or down."""
+        return len(self._drains) + len(self._changes) + len(self._releases) + self._num_absent
 
     def step(self) -> None:
         """Draw faults for one step of the world, while clients are waiting."""
@@ -149,6 +186,8 @@ class Mishaps:
                 self._drain(self._rng.choice(cluster.servers))
             if cluster.may_change_in_place and happens("drains for a role change in place", faults.change):
                 self._drain(self._rng.choice(cluster.servers), in_place=True)
+            if cluster.may_change_in_place and happens("drains for a release of memory", faults.release):
+                self._drain(self._rng.choice(cluster.servers), releases=True)
             if happens("deaths of one rank or replica", faults.rank_death):
                 self._kill_part(self._rng.choice(cluster.servers))
         if len(cluster.servers) > 1 and happens("links cut", faults.cut):
@@ -190,6 +229,8 @@ class Mishaps:
             self._go_on_draining(drain, now)
         for change in list(self._changes):
             self._go_on_changing(change)
+        for release in list(self._releases):
+            self._go_on_releasing(release, now)
 
     def _inject(self, found: tuple[str, bytes] | None) -> None:
         if found is not None:
@@ -234,6 +275,7 @@ class Mishaps:
         self._cluster.dead.append(server)
         self._drains = [drain for drain in self._drains if drain.server is not server]
         self._changes = [change for change in self._changes if change.server is not server]
+        self._releases = [release for release in self._releases if release.server is not server]
 
     def _come_back(self, server: SimServer, role: str) -> None:
         cluster = self._cluster
@@ -277,12 +319,32 @@ class Mishaps:
         else:
             self._net.counts["links cut in one direction"] += 1
 
-    def _drain(self, server: SimServer, *, in_place: bool = False) -> None:
+    def _drain(self, server: SimServer, *, in_place: bool = False, releases: bool = False) -> None:
         if server.draining:
             return
         server.draining = True
         cut_at = self._net.clock.now() + self._rng.uniform(1.0, MAX_DRAIN_S)
-        self._drains.append(_Drain(server, cut_at, in_place=in_place))
+        self._drains.append(_Drain(server, cut_at, in_place=in_place, releases=releases))
+
+    def _go_on_releasing(self, release: MemoryRelease, now: float) -> None:
+        """Resume a while after all replicas have released, or at once where one has not; again where one cannot."""
+        if release.resume_at is not None:
+            if now >= release.resume_at:
+                release.resume_at = None
+                release.resume()
+            return
+        succeeded = release.outcome()
+        if succeeded is None:
+            return
+        if not release.is_resuming:
+            self._net.counts["releases of memory"] += succeeded
+            release.resume_at = now + (self._rng.uniform(0.0, MAX_RELEASED_S) if succeeded else 0.0)
+        elif succeeded:
+            self._releases.remove(release)
+            release.server.take_role(release.server.role)
+            release.server.draining = False
+        else:
+            release.resume_at = now + SOON_S
 
     def _change_in_place(self, server: SimServer, role: str, *, goes_back: bool = False) -> None:
         change = RoleChangeInPlace(server, role, goes_back)
@@ -324,9 +386,14 @@ class Mishaps:
             return
         drain.ended_at = now if drain.ended_at is None else drain.ended_at
         waited_s = now - drain.ended_at
-        if waited_s >= LINGER_S and (server.idle or waited_s >= QUIET_S or drain.in_place):
+        if waited_s >= LINGER_S and (server.idle or waited_s >= QUIET_S or drain.in_place or drain.releases):
             role = server.role
             others = [other for other in self._cluster.servers if other.role == role and not other.draining]
+            if drain.releases:
+                self._drains.remove(drain)
+                self._releases.append(MemoryRelease(server))
+                self._releases[-1].begin()
+                return
             if drain.in_place:  # perhaps while peers still hold pages, for which the scheduler waits
                 self._drains.remove(drain)
                 if others:

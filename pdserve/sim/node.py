@@ -27,7 +27,9 @@ from pdserve.protocol.messages import (
     StateReply,
     ToApi,
 )
+from pdserve.ranks.rank_reports import OwnReport, RankReports
 from pdserve.scheduler.context import SchedulerContext, StepLimits
+from pdserve.scheduler.engine_memory import EngineMemory
 from pdserve.scheduler.kv_checksum import KVChecksum, WriteLine
 from pdserve.scheduler.outbox import Outbox
 from pdserve.scheduler.request import WaitingQueue
@@ -37,12 +39,13 @@ from pdserve.scheduler.roles.decode import DecodeRole
 from pdserve.scheduler.roles.monolith import MonolithRole
 from pdserve.scheduler.roles.prefill import PrefillRole
 from pdserve.scheduler.scheduler import Event, InputSource, Scheduler
+from pdserve.scheduler.weights_update import WeightsUpdater
 from pdserve.sim.hash_draft import HIDDEN_BYTES
 from pdserve.sim.hash_layout import hash_draft_layout, hash_layout
 from pdserve.sim.hash_lm import HashExecutor
 from pdserve.sim.hash_storage import add_store, open_port
 from pdserve.sim.hash_tier import HashHasher
-from pdserve.sim.in_place import SimRoles
+from pdserve.sim.in_place import SimMemory, SimRoles, SimWeights, name_of
 from pdserve.sim.network import Faults, Grants, Pool, SimCopyEngine, SimDirectory, SimNet, SimSocket, Verb
 from pdserve.sim.shape import Prompt, RequestHalf, Shape, request
 from pdserve.sim.tiered_node import TieredNode
@@ -51,7 +54,7 @@ from pdserve.transfer.events import ControlSocket, CopyEngine, Directory, Transf
 from pdserve.transfer.manager import KVArgs, KVManager, TransferTimes
 from pdserve.transfer.peers import SessionTimes
 from pdserve.transfer.plan import rank_memory
-from pdserve.transfer.wire import MemoryKey, RankMemory
+from pdserve.transfer.wire import WEIGHTS, MemoryKey, RankMemory
 
 
 class MachineClock:
@@ -148,6 +151,10 @@ class SimNode(TieredNode):
             max_queued=shape.max_queued,
             rules=shape.rules,
             switcher=RoleSwitcher(SimRoles(self), self._time(), self._hear),
+            weights=WeightsUpdater(SimWeights(self), self._time(), self._hear),
+            engine_memory=EngineMemory(
+                SimMemory(self._lose_memory), SimRoles(self), self._reports(), self._time(), self._hear
+            ),
         )
 
     def _limits(self) -> StepLimits:
@@ -205,6 +212,16 @@ class SimNode(TieredNode):
     def role_change_fails(self) -> bool:
         """Draw whether a rank cannot open the parts of another role; all ranks learn it."""
         return self._net.happens("role changes that failed", self._net.faults.change_failed)
+
+    def load_ends(self) -> str | None:
+        """Draw whether the load of other weights ends: None: not yet, empty: well. All ranks learn it."""
+        if self._net.rng.random() < 0.8:
+            return None
+        return "injected" * self._net.happens("weights that a rank could not load", self._net.faults.update_failed)
+
+    def take_weights(self, number: int) -> None:
+        """Compute with the weights of this number from now on."""
+        self.executor.change_weights(number)
 
     def step(self) -> None:
         """Run one turn of the scheduler."""
@@ -303,6 +320,13 @@ class SimNode(TieredNode):
         """Poison pages that went back to the allocator."""
         self.executor.poison(pages, space)
 
+    def _lose_memory(self) -> None:
+        """Poison all pages: their memory has gone back to the system."""
+        self.executor.poison_all()
+
+    def _reports(self) -> RankReports:
+        return OwnReport()
+
     def _steps(self, table: PageTable) -> Executor:
         """Return the executor that the scheduler runs its steps with."""
         return self.executor
@@ -331,7 +355,9 @@ class SimNode(TieredNode):
     # ------------------------------------------------------------------ inside
 
     def _transfer(self, dp_size: int) -> KVManager:
-        aux = self._aux()
+        aux, facts = self._aux(), dict[str, str | int](model="hash")
+        if self._net.faults.update:
+            facts[WEIGHTS] = name_of(self._shape.model_weights)
         self._open_pools(aux)
         args = KVArgs(
             instance=self.instance,
@@ -340,7 +366,7 @@ class SimNode(TieredNode):
             dp_size=dp_size,
             ranks=self._ranks(),
             aux=aux,
-            facts={"model": "hash"},
+            facts=facts,
             draft_facts={} if self.drafter is None else {"draft.weights": self.drafter.weights},
             secret=self.instance,
         )

@@ -13,12 +13,14 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
+import msgspec
 import torch
 from torch import Tensor
 
 from pdserve.base.clock import Clock
 from pdserve.base.mailbox import Woken
 from pdserve.base.parallel import ParallelShape
+from pdserve.engine.follower_role import NoDirectory, SilentSocket
 from pdserve.errors import PdserveError
 from pdserve.executor.interface import BatchPlan, CopyHandle, Executor, HostPages, StepHandle, StepResult
 from pdserve.memory.kv_memory import PageTable
@@ -35,6 +37,7 @@ from pdserve.ranks.input_log import FollowerLog, InputLog, LeaderLog
 from pdserve.ranks.messages import Entry
 from pdserve.ranks.rank_copies import CopyReports, RankCopyEnds
 from pdserve.ranks.rank_executor import RankExecutor, SharedMetadata
+from pdserve.ranks.rank_reports import GroupReports, RankReports
 from pdserve.ranks.rank_storage import RankStoragePort, StorageReports
 from pdserve.scheduler.input_source import FollowerInputSource, LeaderInputSource
 from pdserve.scheduler.roles.base import SchedulerRole
@@ -45,7 +48,7 @@ from pdserve.sim.node import SimNode
 from pdserve.sim.shape import Shape
 from pdserve.transfer.aux import MetadataBuffers
 from pdserve.transfer.checksum import RankDigest
-from pdserve.transfer.events import Address, ControlSocket, CopyEngine, Directory, TransferEvent
+from pdserve.transfer.events import ControlSocket, CopyEngine, Directory, TransferEvent
 from pdserve.transfer.plan import rank_memory
 from pdserve.transfer.wire import RankMemory
 
@@ -120,9 +123,17 @@ class RankedNode(SimNode):
         """See `SimNode.is_quiet`."""
         return not self._rank.copies.num_pending
 
+    def _reports(self) -> RankReports:
+        return GroupReports(_Alone(), self._rank.log)
+
     def role_change_fails(self) -> bool:
         """See `SimNode.role_change_fails`."""
         return self._rank.log.answer(super().role_change_fails)
+
+    def load_ends(self) -> str | None:
+        """See `SimNode.load_ends`."""
+        found = super().load_ends()
+        return _text(self._rank.log.answer(lambda: msgspec.msgpack.encode(found)))
 
     def has_entries(self, number: int) -> bool:
         """Whether the log has entries that rank `number` has not followed."""
@@ -264,6 +275,19 @@ class _Follower(SimNode):
         """See `SimNode.role_change_fails`. Rank 0 draws."""
         return self._rank.log.answer(lambda: False)
 
+    def load_ends(self) -> str | None:
+        """See `SimNode.load_ends`. Rank 0 draws."""
+        return _text(self._rank.log.answer(bytes))
+
+    def take_weights(self, number: int) -> None:
+        """See `SimNode.take_weights`. Rank 0 has changed the model, which computes for all ranks."""
+
+    def _reports(self) -> RankReports:
+        return GroupReports(_Alone(), self._rank.log)
+
+    def _lose_memory(self) -> None:
+        """Do nothing: rank 0 has poisoned the pages in all pools."""
+
     def catch_up(self) -> None:
         """Follow the log up to its end."""
         while self._leader.has_entries(self._rank.number):
@@ -305,7 +329,7 @@ class _Follower(SimNode):
         )
 
     def _reach_the_world(self) -> tuple[ControlSocket, Directory]:
-        return _SilentSocket(self.endpoint), _NoDirectory()
+        return SilentSocket(self.endpoint), NoDirectory()
 
     def _engine(self) -> CopyEngine:
         return self._rank.open(self._shape)
@@ -316,6 +340,11 @@ class _Follower(SimNode):
 
     def _open_pools(self, aux: MetadataBuffers) -> None:
         """Do nothing: rank 0 has registered the pools of all ranks."""
+
+
+def _text(answer: bytes) -> str | None:
+    found: str | None = msgspec.msgpack.decode(answer, type=str | None)
+    return found
 
 
 class _ComputedElsewhere:
@@ -391,29 +420,6 @@ class _ComputedElsewhere:
     def has_stamp(self, slot: int, stamp: SlotStamp) -> bool:
         """See `Executor`. Rank 0's answer counts."""
         return True
-
-
-class _SilentSocket:
-    """Implements `ControlSocket` without sending: rank 0 talks to peers."""
-
-    def __init__(self, endpoint: str) -> None:
-        self.endpoint = endpoint
-
-    def send(self, endpoint: str, frame: bytes) -> None:
-        """See `ControlSocket`."""
-
-    def forget(self, endpoint: str) -> None:
-        """See `ControlSocket`."""
-
-
-class _NoDirectory:
-    """Implements `Directory` without look-ups: rank 0 looks up, and the log carries the result to all ranks."""
-
-    def find(self, address: Address) -> None:
-        """See `Directory`."""
-
-    def probe(self, instance: str, endpoint: str) -> None:
-        """See `Directory`."""
 
 
 class _NoPages:

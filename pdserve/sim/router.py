@@ -131,6 +131,8 @@ class Client:
     prompt: Prompt
     began_at: float
     num_tries: int = 0
+    num_mismatches: int = 0
+    """Tries at a pair whose servers had different weights, which are not counted."""
     current: SimTry | None = None
     servers: list[ServerView] = dataclasses.field(default_factory=list)
     """Servers of all its tries."""
@@ -244,7 +246,12 @@ class SimRouter:
                     self._end(client, "the stream broke")
             case _:
                 self._close(each)
-                if verdict.retryable(outcome) and client.num_tries < MAX_TRIES:
+                if _weights_differ(each):
+                    self._counts["tries with different weights"] += 1
+                    client.num_mismatches += 1
+                    client.current, client.again_at = None, now + self._rng.uniform(0.0, 3.0)
+                    return
+                if verdict.retryable(outcome) and client.num_tries - client.num_mismatches < MAX_TRIES:
                     client.avoid.append(each.decode if outcome.worker is cast(Worker, each.decode) else each.prefill)
                     client.current, client.again_at = None, now + self._rng.uniform(0.0, 3.0)
                     return
@@ -269,6 +276,14 @@ class SimRouter:
             half = server.half(each.rid)
             if role in each.sent and not server.dead and (half is None or half.finish is None):
                 self._later(lambda server=server: server.abort(each.rid))  # type: ignore[misc]
+
+
+def _weights_differ(each: SimTry) -> bool:
+    """Whether the pair's servers have different weights, as `outcome.weights_differ` says of an answer."""
+    halves = (each.prefill.half(each.rid), each.decode.half(each.rid))
+    return any(
+        half is not None and half.finish is not None and half.finish.err_type == verdict.MISMATCH for half in halves
+    )
 
 
 def _prefill_half(each: SimTry) -> WorkerResponse | ConnectionFailed | None:

@@ -23,6 +23,7 @@ from pdserve.protocol.failure import Failure
 from pdserve.transfer.events import Address, ControlSocket
 from pdserve.transfer.plan import check_shapes
 from pdserve.transfer.wire import (
+    WEIGHTS,
     Abort,
     Body,
     Hello,
@@ -228,15 +229,19 @@ class SenderQuiesced:
 Notice = PeerReady | DialFailed | PeerLost | SenderQuiesced | Message
 
 
-def check_hello(ours: Hello, theirs: Hello, peer_sizes: Mapping[str, int]) -> None:
+def check_hello(ours: Hello, theirs: Hello, peer_sizes: Mapping[str, int], *, is_known: bool = False) -> None:
     """Check that a session may begin: all facts are equal, and the parallel sizes of both replicas work together.
 
     `peer_sizes` maps flag names to the sizes that the peer must have, where this server was started with such flags.
+    `is_known`: the session has begun, and this is a late repetition. The weights may have changed since then.
 
     Raises:
         HandshakeError: naming the first field that does not match.
     """
-    check_facts(ours.facts, theirs.facts)
+    facts = ours.facts
+    if is_known and WEIGHTS in facts and WEIGHTS in theirs.facts:
+        facts = facts | {WEIGHTS: theirs.facts[WEIGHTS]}
+    check_facts(facts, theirs.facts)
     _check_split(ours.facts, theirs)
     if len(theirs.ranks) != theirs.shape.num_ranks:
         raise HandshakeError("ranks", theirs.shape.num_ranks, len(theirs.ranks))

@@ -368,7 +368,7 @@ class Sessions:
         notices += self._heard(peer)
         self._delivery.owe_ack(peer, packet.seq)
         try:
-            check_hello(self._me, hello, self._peer_sizes)
+            check_hello(self._me, hello, self._peer_sizes, is_known=peer.hello is not None)
         except HandshakeError as error:
             self.send(peer, Refusal(field=error.field, message=str(error)))
             return notices + self._refused(peer, error.field, str(error))

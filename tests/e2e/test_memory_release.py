@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import requests
 from safetensors.torch import load_file
 
-from tests.e2e.harness import Server, assert_idle, ranks_of, running_pair, until
+from tests.e2e.harness import Server, assert_idle, ranks_of, running_monolith, running_pair, until
 from tests.tiny import make_tiny
 
 pytestmark = pytest.mark.timeout(300)
@@ -83,4 +83,53 @@ def test_a_pair_releases_its_memory_and_takes_it_again(tmp_path: Path) -> None:
     path = make_tiny("llama", tmp_path / "model", **WIDE)
     with running_pair(str(path), *POOL, "--dtype", "bfloat16") as pair:
         release_and_resume(pair.url, pair.workers, path)
+        assert_idle(*pair.workers, deadline_s=40.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("--tp-size", "2"),
+        ("--dp-size", "2"),
+        ("--pp-size", "2", "--cpu-kernels", "torch"),
+        ("--no-disable-overlap-schedule", "--speculative-algorithm", "NGRAM"),
+        ("--enable-hierarchical-cache",),
+    ],
+    ids=lambda flags: " ".join(flags) or "plain",
+)
+def test_a_monolith_does_so_too(flags: tuple[str, ...], tmp_path: Path) -> None:
+    path = make_tiny("llama", tmp_path / "model", **WIDE)
+    with running_monolith(str(path), *POOL, "--dtype", "bfloat16", *flags) as server:
+        release_and_resume(server.url, [server], path)
+        assert_idle(server, deadline_s=40.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["shm", "nixl"])
+@pytest.mark.parametrize("flags", [(), ("--tp-size", "2")], ids=["one rank", "tp2"])
+def test_pairs_over_other_transports_do_so(backend: str, flags: tuple[str, ...], tmp_path: Path) -> None:
+    path = make_tiny("llama", tmp_path / "model", **WIDE)
+    with running_pair(
+        str(path), *POOL, "--dtype", "bfloat16", "--disaggregation-transfer-backend", backend, *flags
+    ) as pair:
+        release_and_resume(pair.url, pair.workers, path)
+        assert_idle(*pair.workers, deadline_s=40.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_next", "gpt_oss", "deepseek_v3"])
+def test_recurrent_states_windows_and_latents_are_released(
+    family: str, family_checkpoint: Callable[[str], Path]
+) -> None:
+    path = family_checkpoint(family)
+    with running_pair(str(path), "--max-total-tokens", "8192") as pair:
+        expected = post(pair.url, "/generate", BODY)["output_ids"]
+        for server in pair.workers:
+            post(server.url, "/release_memory_occupation", {})
+        for server in pair.workers:
+            assert post(server.url, "/resume_memory_occupation")["released"] == []
+        until_ready(pair.url)
+        assert post(pair.url, "/generate", BODY)["output_ids"] == expected
         assert_idle(*pair.workers, deadline_s=40.0)

@@ -56,6 +56,7 @@ KINDS: Mapping[str, Callable[[Rng], dict[str, Any]]] = {
     },
     "switches": lambda rng: {"switch": rng.uniform(0.001, 0.01)},
     "changes": lambda rng: {"change": rng.uniform(0.002, 0.02), "change_failed": rng.choice((0.0, 0.3))},
+    "releases": lambda rng: {"release": rng.uniform(0.002, 0.02), "change_failed": rng.choice((0.0, 0.3))},
     "ranks": lambda rng: {},
     "replicas": lambda rng: {},
 }

@@ -11,6 +11,7 @@ from pdserve.memory.cache_recorder import CacheRecorder
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.protocol.messages import SwitchRole
 from pdserve.ranks.input_log import FollowerLog
+from pdserve.scheduler.engine_memory import EngineMemory, ManagedMemory
 from pdserve.scheduler.role_switcher import OpenedRole, RoleSwitcher
 from pdserve.sim.in_place import SimRoles
 from pdserve.sim.node import SimNode
@@ -62,3 +63,18 @@ def a_rank_changes_its_role_a_turn_later(patch: Patch) -> None:
         return run(self, idle, kv)
 
     patch.setattr(RoleSwitcher, "run", slow)
+
+
+def a_release_keeps_the_prefix_cache(patch: Patch) -> None:
+    """Prompts read pages whose memory was given back."""
+    patch.setattr(ManagedMemory, "_drop_cached", lambda self: None)
+
+
+def a_release_keeps_the_sessions(patch: Patch) -> None:
+    """The transfer manager stays, and with it what peers know of the server."""
+    poll = EngineMemory.poll
+
+    def kept(self: EngineMemory, idle: bool, kv: KVManager | None, flush: Callable[[], object]) -> OpenedRole | None:
+        return poll(self, True, None, flush)
+
+    patch.setattr(EngineMemory, "poll", kept)

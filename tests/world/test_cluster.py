@@ -32,6 +32,7 @@ FAULTS_OF: dict[str, tuple[str, ...]] = {
     "look-ups": ("slow look-ups", "look-ups without an answer", "stale look-ups"),
     "switches": ("role switches", "drains", "drains that cut requests"),
     "changes": ("role changes in place", "role changes that failed", "drains for a role change in place"),
+    "releases": ("releases of memory", "drains for a release of memory"),
     "ranks": ("replicas of several ranks",),
     "replicas": ("diverts",),
 }

@@ -54,6 +54,8 @@ MUTANTS: list[tuple[Bug, str, int]] = [
     (role_bugs.a_role_change_waits_for_no_transfer, "changes+lost", 18),
     (role_bugs.a_role_change_keeps_the_instance, "changes+lost", 1),
     (role_bugs.a_rank_changes_its_role_a_turn_later, "changes+ranks", 0),
+    (role_bugs.a_release_keeps_the_prefix_cache, "releases", 6),
+    (role_bugs.a_release_keeps_the_sessions, "releases", 29),
 ]
 """A bug, the kinds of faults that reveal it, and a seed. The bug needs the first kind; without kinds it needs none."""
 RAISES: dict[Bug, type[Exception]] = {

@@ -22,6 +22,7 @@ from pdserve.protocol.messages import GenerateRequest
 from pdserve.server.context import ServerContext
 from pdserve.server.request.intake import MAX_PROMPTS, prompt_field
 from pdserve.server.request.sampling_fields import check_prompt_fits
+from pdserve.server.request.schemas import GenerateBody
 
 FIELD = "input_embeds"
 PLACEHOLDER = 0
@@ -33,6 +34,13 @@ def is_batch(value: Any) -> bool:
         return False
     first = value[0]
     return isinstance(first, str) or (isinstance(first, list) and bool(first) and isinstance(first[0], list))
+
+
+def check_embeds_alone(body: GenerateBody) -> None:
+    """Check that a body with `input_embeds` has no other prompt. Raises RequestError, 400."""
+    for field in ("text", "input_ids", "session_params"):
+        if getattr(body, field) is not None:
+            raise RequestError(f"{FIELD} does not go with {field}", field=FIELD)
 
 
 async def embeds_of(context: ServerContext, value: Any) -> list[bytes]:

@@ -156,5 +156,5 @@ class MemoryEndpoints:
 def _as_json(payload: bytes) -> bytes:
     """Return the values of a `WeightRows` as JSON; NaN and infinities are null."""
     rows = msgspec.msgpack.decode(payload, type=WeightRows)
-    values = np.frombuffer(rows.values, np.float32).reshape(rows.shape)
+    values = np.frombuffer(rows.values, np.float32).reshape(rows.shape).astype(np.float64)  # as SGLang writes them
     return orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from pdserve.bench import flags
-from pdserve.bench.campaign import BenchPlan, BenchService, Campaign, LoadPoint
+from pdserve.bench.campaign import BenchPlan, BenchService, Campaign, LoadPoint, wait_serving
 from pdserve.bench.client import BenchClient, BenchTarget
 from pdserve.bench.load import run_load, single
 from pdserve.bench.metrics import METRICS, Slo
@@ -192,6 +193,24 @@ async def test_a_failed_warm_up_says_why() -> None:
             await run(service, "--num-prompts", "1")
 
 
+async def test_a_service_that_is_starting_is_waited_for() -> None:
+    refused = [web.json_response({"error": {"message": "starting"}}, status=503) for _ in range(2)]
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    async with serving(FakeService(lambda body, path: refused.pop() if refused else plain(body, path))) as service:
+        async with BenchClient(BenchTarget(base_url=service.url, model="tiny")) as client:
+            await wait_serving(client, 60.0, sleep)
+            assert len(service.bodies) == 3 and len(slept) == 2
+            refused.append(web.json_response({}, status=400))
+            await wait_serving(client, 60.0, sleep)
+            refused.append(web.json_response({}, status=503))
+            await wait_serving(client, 0.0, sleep)
+            assert len(service.bodies) == 5 and len(slept) == 2, "another error, and no time left"
+
+
 @pytest.mark.parametrize(
     ("words", "field"),
     [
@@ -263,11 +282,14 @@ def test_an_interrupted_sweep_shows_and_keeps_the_runs_that_ended(
         raise KeyboardInterrupt
 
     ended: Json = {"label": "a", "request_rate": 1.0, "completed": 1, "failed": 0, "error_kinds": {}}
+    ended |= {"duration": 2.0, "output_throughput": 3.0}
     ended |= {"error_messages": [], **{f"{kind}_{name}_ms": 1.0 for name in METRICS for kind in KINDS}}
     monkeypatch.setattr(bench, "run", interrupted)
     assert bench.main(["--output-json", str(out)]) == bench.INTERRUPTED
     assert json.loads(out.read_text())["results"] == [ended]
-    assert "Successful requests:                      1" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "Successful requests:                      1" in shown.out
+    assert "a run: 1 answers, 0 failed, 2.0 s, 3.0 tok/s" in shown.err
 
 
 def test_flags_that_meet_in_the_request_are_checked_too() -> None:

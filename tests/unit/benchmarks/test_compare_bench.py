@@ -59,6 +59,19 @@ def test_figures_differ_beyond_spread_and_tolerance(theirs: tuple[float, ...], d
     assert "ITL p99" in bench.table({bench.OURS: rounds_of(1.0)})
 
 
+def test_rounds_are_as_many_as_fit_and_change_their_order() -> None:
+    order: list[str] = []
+
+    def run_once(tool: str, index: int) -> dict[str, float]:
+        order.append(f"{tool}{index}")
+        return {"x": float(index)}
+
+    assert bench.rounds_within(["a", "b"], 2, 1e9, run_once) == {"a": [{"x": 0.0}, {"x": 1.0}], "b": [{"x": 0.0}, {
+        "x": 1.0}]}  # fmt: skip
+    assert order == ["a0", "b0", "b1", "a1"]
+    assert bench.rounds_within(["a"], 5, 0.0, run_once) == {"a": [{"x": 0.0}]}, "one round at least"
+
+
 def test_every_tool_gets_the_same_load(tmp_path: Path) -> None:
     job = bench.BenchJob(
         base_url="http://h:1", model="m", tokenizer=tmp_path, prompts=tmp_path / "p.jsonl",

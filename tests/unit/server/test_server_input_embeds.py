@@ -56,6 +56,7 @@ async def test_lists_and_base64_are_the_same(tokenizer: Tokenizer) -> None:
         ({"input_embeds": "?"}, "input_embeds"),
         ({"input_embeds": [[0, 0, 0, 0]] * 2000}, "input_embeds"),
         ({"input_embeds": ROWS, "text": "a"}, "input_embeds"),
+        ({"input_embeds": ROWS, "session_params": {"id": "a"}}, "input_embeds"),
         ({"input_embeds": ROWS, "return_logprob": True, "logprob_start_len": 0}, "logprob_start_len"),
     ],
 )
