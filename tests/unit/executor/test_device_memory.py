@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
+from pdserve.config.speculative_group import SpeculativeConfig
 from pdserve.errors import ModelError
 from pdserve.executor import device_memory
 from pdserve.executor.device_memory import DeviceMemory, WeightsCopy, copy_directory, whole_pages
@@ -17,10 +18,12 @@ from pdserve.memory import shared
 from pdserve.model.named_weights import MemoryRange
 from pdserve.protocol.engine_memory import KV_CACHE, WEIGHTS
 from tests.driver import Driver, build, random_prompt
+from tests.mtp import write_with_mtp
 from tests.tiny import VOCAB_SIZE, make_tiny
 
 PROMPT = random_prompt(40, VOCAB_SIZE)
 BOTH = (KV_CACHE, WEIGHTS)
+ROOMY = {"hidden_size": 128, "linear_key_head_dim": 32, "linear_value_head_dim": 16}
 
 
 def release_and_restore(driver: Driver, *, is_mapped: bool = False) -> None:
@@ -51,6 +54,26 @@ def test_an_executor_computes_the_same_afterwards(flags: dict[str, Any], tmp_pat
 @pytest.mark.parametrize("family", ["lfm2", "qwen2_5_vl", "gpt_oss", "qwen3_next", "deepseek_v3"])
 def test_models_of_all_kinds_do(family: str, family_checkpoint: Callable[[str], Path]) -> None:
     release_and_restore(Driver(build(family_checkpoint(family))), is_mapped=family in ("lfm2", "qwen2_5_vl"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_a_drafter_drafts_the_same_afterwards(kernels: Literal["native", "torch"], tmp_path: Path) -> None:
+    path = write_with_mtp("qwen3_next", tmp_path, **ROOMY)
+    nextn = SpeculativeConfig(speculative_algorithm="NEXTN", speculative_num_steps=2)
+    driver = Driver(build(path, dtype="bfloat16", cpu_kernels=kernels, speculative=nextn))
+
+    def drafts() -> object:
+        row = driver.open(PROMPT, len(PROMPT) + 4)
+        result = driver.result((row, 0, len(PROMPT), True))
+        driver.close(row)
+        return result.tokens, result.drafts
+
+    expected, memory = drafts(), DeviceMemory(driver.built.executor)
+    memory.prepare(BOTH)
+    memory.release(BOTH)
+    memory.restore(BOTH)
+    assert drafts() == expected
 
 
 def test_ranges_are_whole_pages_each_once() -> None:
