@@ -41,12 +41,8 @@ Priority = Annotated[int, msgspec.Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
 """Scheduling priority: higher runs first, unless the server was started otherwise; it is that of all prompts of a body.
 """
 
-UNSUPPORTED_NATIVE = (
-    "audio_data", "image_data", "return_routed_experts", "video_data",
-)  # fmt: skip
-UNSUPPORTED_OPENAI = (
-    "input_embeds", "lora_path", "return_hidden_states", "session_params",
-)  # fmt: skip
+UNSUPPORTED_NATIVE = ("audio_data", "image_data", "return_routed_experts", "video_data")
+UNSUPPORTED_OPENAI = ("input_embeds", "lora_path", "return_hidden_states", "session_params")
 UNSUPPORTED_CHAT = (
     *UNSUPPORTED_OPENAI,
     "audio", "echo", "function_call", "functions", "modalities", "prediction", "verbosity", "web_search_options",
