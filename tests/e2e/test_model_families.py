@@ -141,11 +141,10 @@ def test_a_native_and_a_transformers_server_of_a_moe_model_are_a_pair_only_with_
             assert tokens_of(generate_batch(pair.url, bodies_of(prompts, NEW_TOKENS))) == expected
             assert_idle(*pair.workers)
     FAMILIES["qwen3_moe"].write(tmp_path, seed=1)
-    servers = [
-        start_server(str(path), "prefill", *NUMBERS, *impls[0]), start_server(str(tmp_path), "decode", *NUMBERS, *impls[1])
-    ]  # fmt: skip
+    prefill = start_server(str(path), "prefill", *NUMBERS, *impls[0])
+    servers = [prefill, start_server(str(tmp_path), "decode", *NUMBERS, *impls[1])]
     with running(*servers):
-        room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": servers[0].bootstrap_port, "bootstrap_room": 4711}
+        room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.bootstrap_port, "bootstrap_room": 4711}
         body = {"input_ids": [5, 6], **room}
         with ThreadPoolExecutor(2) as pool:
             halves = pool.map(lambda it: requests.post(f"{it.url}/generate", json=body, timeout=60), servers)
