@@ -61,8 +61,8 @@ def take_dialogs(browser: webdriver.Chrome, fleet: PageFleet, out: Path) -> None
 def take_failures(browser: webdriver.Chrome, fleet: PageFleet, out: Path) -> None:
     """Kill a decode server under a stream, drain another one, and write the picture of the whole page."""
     with contextlib.suppress(AssertionError, ValueError, IndexError), long_stream(fleet, "summary-12", 3000):
-        time.sleep(1)
-        fleet.decodes[0].kill()
+        until(lambda: fleet.place_of("summary-12"), WAIT_S, "it runs")
+        next(server for server in fleet.decodes if server.url == fleet.place_of("summary-12")).kill()
     browser.find_elements(By.CSS_SELECTOR, "pd-worker[data-role=prefill] .manage")[1].click()
     browser.find_element(By.CSS_SELECTOR, "pd-admin .actions button").click()
     until(lambda: "drains" in text(browser, "pd-admin .note"), WAIT_S, "it drains")

@@ -39,6 +39,10 @@ class AcceptedConfig:
     decode_log_interval: int | None = _no_effect("no statistics are logged by the number of decode steps", 1)
     skip_server_warmup: bool | None = _no_effect("a server sends no request to itself when it starts")
     sleep_on_idle: bool | None = _no_effect("the scheduler always sleeps while there is nothing to compute")
+    enable_memory_saver: bool | None = _no_effect("/release_memory_occupation needs no flag")
+    enable_weights_cpu_backup: bool | None = _no_effect(
+        "weights that are released are always copied to a file, and come back unchanged"
+    )
     enable_cache_report: bool | None = _no_effect("usage.prompt_tokens_details always has cached_tokens")
     disable_outlines_disk_cache: bool | None = _no_effect("no grammar is cached on disk")
     enable_request_time_stats_logging: bool | None = _no_effect(

@@ -44,7 +44,7 @@ enable-fp32-lm-head enable-fused-moe-sum-all-reduce enable-fused-qk-norm-rope
 enable-kv-cache-sharding enable-layernorm-sp enable-layerwise-nvtx-marker enable-lean-attention
 enable-linear-replayssm enable-linear-replayssm-spec enable-linker-mla-dedup enable-lmcache
 enable-lora-overlap-loading enable-mamba-cache-stochastic-rounding enable-megamoe-for-layernorm-sp
-enable-memory-saver enable-metrics-for-all-schedulers enable-mfu-metrics enable-mis
+enable-metrics-for-all-schedulers enable-mfu-metrics enable-mis
 enable-mm-global-cache enable-mscclpp enable-multi-layer-eagle enable-multimodal enable-nan-detection
 enable-nccl-nvls enable-nsa-prefill-context-parallel enable-nvidia-megakernel enable-p2p-check
 enable-page-major-kv-layout enable-paged-experts enable-pdmux enable-piecewise-cuda-graph
@@ -56,7 +56,7 @@ enable-single-batch-overlap enable-ssl-refresh enable-streaming-session enable-s
 enable-tf32-matmul enable-tokenizer-batch-encode enable-torch-compile enable-torch-compile-debug-mode
 enable-torch-symm-mem enable-tp-lm-head-all-to-all enable-two-batch-overlap
 enable-unified-cache-external-linker enable-unified-memory enable-w4a4-mxfp4-megamoe enable-waterfill
-enable-watermark enable-weights-cpu-backup encoder-bootstrap-port encoder-only encoder-register-urls
+enable-watermark encoder-bootstrap-port encoder-only encoder-register-urls
 encoder-transfer-backend encoder-urls enforce-disable-flashinfer-allreduce-fusion enforce-shared-experts-fusion
 engine-info-bootstrap-port ep-dispatch-algorithm eplb-algorithm
 eplb-min-rebalancing-utilization-threshold eplb-rebalance-layers-per-chunk

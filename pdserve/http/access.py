@@ -200,6 +200,8 @@ GENERATING = (
     *POOLING,
 )
 """Paths that compute requests: they count toward a client's limit, and their calls are recorded."""
+OPEN_SESSION_PATH = "/open_session"
+CLOSE_SESSION_PATH = "/close_session"
 RESTORE_PATH = "/restore"
 RESUME_PATH = "/resume"
 CONTINUING = (RESTORE_PATH, RESUME_PATH)

@@ -19,11 +19,13 @@ from aiohttp import web
 import pdserve
 from pdserve.base.log_ring import PATH as LOGS_PATH
 from pdserve.http.access import (
+    CLOSE_SESSION_PATH,
     COUNT_TOKENS_PATH,
     GENERATING,
     OLLAMA_SHOW_PATH,
     OLLAMA_TAGS_PATH,
     OLLAMA_VERSION_PATH,
+    OPEN_SESSION_PATH,
     BodyBudget,
 )
 from pdserve.http.response_store import ResponseStore
@@ -59,7 +61,7 @@ from pdserve.router.workers.admission import OTHER_TOKENS, Admission
 from pdserve.router.workers.api import WorkersApi
 from pdserve.router.workers.engine_metrics import PATH as ENGINE_METRICS_PATH
 from pdserve.router.workers.engine_metrics import EngineMetrics
-from pdserve.router.workers.fanout import UPDATES, WorkerFanout
+from pdserve.router.workers.fanout import MEMORY_COMMANDS, UPDATES, WorkerFanout
 from pdserve.router.workers.health import HealthMonitor
 from pdserve.router.workers.metrics import RouterMetrics
 from pdserve.router.workers.outcome import make_session
@@ -69,15 +71,16 @@ from pdserve.router.workers.workers import Registry, Worker
 
 ASKED = (
     *("/v1/models", "/v1/models/{name:.+}", "/get_model_info", "/model_info"),
-    *("/get_weight_version", "/weight_version", OLLAMA_TAGS_PATH, OLLAMA_VERSION_PATH),
+    *("/get_weight_version", "/weight_version", "/get_weights_by_name", OLLAMA_TAGS_PATH, OLLAMA_VERSION_PATH),
 )
 ASKED_WITH_BODY = (
     *("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"),
-    *("/parse_function_call", "/separate_reasoning", COUNT_TOKENS_PATH, OLLAMA_SHOW_PATH),
+    *("/parse_function_call", "/separate_reasoning", "/get_weights_by_name", COUNT_TOKENS_PATH, OLLAMA_SHOW_PATH),
 )
 COMMANDS = (
     *("/flush_cache", "/pause_generation", "/continue_generation", "/start_profile", "/stop_profile"),
     *("/load_lora_adapter", "/unload_lora_adapter"),
+    *MEMORY_COMMANDS,
 )
 FORWARDED = (*GENERATING, *ASKED, *ASKED_WITH_BODY, *COMMANDS, *UPDATES, "/abort_request")
 """Paths that are forwarded to workers with few or no changes."""
@@ -227,6 +230,11 @@ class RouterApp:
         self.metrics.show_pairs(self.admission.pairs)
         return web.Response(body=self.metrics.render(), headers={"Content-Type": "text/plain; version=0.0.4"})
 
+    async def no_session(self, request: web.Request) -> web.Response:
+        """Refuse to open or close a session: one server has it, and requests may go to others (SGLang)."""
+        text = "a session is kept by one server; open it there, and send its requests there"
+        return error_response(400, text, "unsupported")
+
     def routes(self) -> list[web.RouteDef]:
         """Return all routes of the router."""
         fanout = self._fanout
@@ -241,8 +249,12 @@ class RouterApp:
             web.get("/version", self.version),
             *(web.post(path, fanout.fan_out) for path in COMMANDS),
             *(web.post(path, fanout.update_weights) for path in UPDATES),
-            *(web.get(path, fanout.fan_out) for path in ("/flush_cache", "/start_profile", "/stop_profile")),
+            *(
+                web.get(path, fanout.fan_out)
+                for path in ("/flush_cache", "/start_profile", "/stop_profile", *MEMORY_COMMANDS)
+            ),
             web.post("/abort_request", self.abort),
+            *(web.post(path, self.no_session) for path in (OPEN_SESSION_PATH, CLOSE_SESSION_PATH)),
             web.get("/health_generate", fanout.health_generate),
             *(web.get(path, self.ready) for path in ("/health", "/readiness", "/ready")),
             *(web.get(path, self.alive) for path in ("/liveness", "/ping")),

@@ -135,9 +135,14 @@ class Access:
         async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
             request[REQUEST_ID] = request_id(request.headers, self._config.request_id_headers)
             with request_context(request[REQUEST_ID]):
-                if self._logs_access:
-                    return await self._logged(request, handler)
-                return await self._answer(request, handler)
+                try:
+                    if self._logs_access:
+                        return await self._logged(request, handler)
+                    return await self._answer(request, handler)
+                except ConnectionError:
+                    if request.transport is not None and not request.transport.is_closing():
+                        raise
+                    raise asyncio.CancelledError from None  # the client left; aiohttp logs any other exception
 
         app.middlewares.append(check)
         app.on_response_prepare.append(self._mark)

@@ -22,6 +22,7 @@ from pdserve.base.proof import token_id
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.errors import EngineDeadError
 from pdserve.http.access import (
+    CLOSE_SESSION_PATH,
     COHERE_RERANK_PATH,
     COUNT_TOKENS_PATH,
     EMBEDDINGS_PATH,
@@ -32,6 +33,7 @@ from pdserve.http.access import (
     OLLAMA_SHOW_PATH,
     OLLAMA_TAGS_PATH,
     OLLAMA_VERSION_PATH,
+    OPEN_SESSION_PATH,
     POOLING,
     RERANK_PATH,
     RESPONSES_PATH,
@@ -105,7 +107,18 @@ from pdserve.server.request.schemas import (
     WeightsGroupBody,
     WeightVersionBody,
 )
-from pdserve.server.sglang_api import admin, commands, health, lora, observability, parse, sent_weights, weights
+from pdserve.server.session_store import CloseSessionBody, OpenSessionBody, OpenSessions
+from pdserve.server.sglang_api import (
+    admin,
+    commands,
+    health,
+    lora,
+    observability,
+    parse,
+    sent_weights,
+    sessions,
+    weights,
+)
 from pdserve.server.sglang_api.generate import generate
 from pdserve.server.sglang_api.health import PairProbes
 from pdserve.server.sglang_api.memory import MemoryEndpoints
@@ -138,6 +151,8 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/parse_function_call": FunctionCallBody,
     "/separate_reasoning": ReasoningBody,
     "/abort_request": AbortBody,
+    OPEN_SESSION_PATH: OpenSessionBody,
+    CLOSE_SESSION_PATH: CloseSessionBody,
     "/pause_generation": PauseBody,
     "/continue_generation": CommandBody,
     "/declare_peer_dead": PeerBody,
@@ -276,6 +291,7 @@ def create_app(
         dict(config.lora.adapters) if adapters is None else adapters,
         prefill_servers=None if single is None else single.servers.facts,
         suspended=store,
+        sessions=OpenSessions(time.monotonic),
         responses=ResponseStore(config.responses.limits, time.monotonic),
     )  # fmt: skip
     install_error_handlers(app)
@@ -366,6 +382,8 @@ ROUTES: tuple[tuple[str, str, str, Endpoint], ...] = (
     ("stop_profile", "POST", "/stop_profile", commands.stop_profile),
     ("stop_profile", "GET", "/stop_profile", commands.stop_profile),
     ("abort_request", "POST", "/abort_request", admin.abort_request),
+    ("open_session", "POST", OPEN_SESSION_PATH, sessions.open_session),
+    ("close_session", "POST", CLOSE_SESSION_PATH, sessions.close_session),
     ("update_weights_from_disk", "POST", "/update_weights_from_disk", weights.update_weights_from_disk),
     ("update_weights", "POST", "/update_weights_from_tensor", sent_weights.update_weights_from_tensor),
     ("update_weights", "POST", "/update_weights_from_distributed", sent_weights.update_weights_from_distributed),

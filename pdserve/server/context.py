@@ -48,6 +48,7 @@ from pdserve.server.request.intake import (
 )
 from pdserve.server.request.restored import RestoredRequest
 from pdserve.server.request.sampling_fields import RequestLimits, check_prompt_fits
+from pdserve.server.session_store import OpenSessions
 from pdserve.server.snapshot_store import SnapshotStore
 from pdserve.server.text.chat_formats import ChatFormats
 from pdserve.server.text.tokenizer import Tokenizer
@@ -94,6 +95,8 @@ class ServerContext:
     """Directories of the loaded LoRA adapters, by name. `/load_lora_adapter` and `/unload_lora_adapter` change it."""
     responses: ResponseStore | None = None
     """The stored responses of `/v1/responses`; None: there is no such path, as in an `LLM`."""
+    sessions: OpenSessions | None = None
+    """The open sessions of SGLang's API; None: there are none, as in an `LLM`."""
     suspended: SnapshotStore | None = None
     """The suspended requests; None: they are kept elsewhere, as those of an `LLM`."""
     restored: RestoredRequest | None = None

@@ -80,6 +80,8 @@ SUMMARIES = {
     "/flush_cache": "Drop the cached prefixes",
     "/hicache/storage-backend/clear": "Remove all objects of the KV store",
     "/abort_request": "Abort requests",
+    "/open_session": "Open a session of /generate (SGLang)",
+    "/close_session": "Close a session (SGLang)",
     "/pause_generation": "Stop computing",
     "/continue_generation": "Compute again",
     "/load_lora_adapter": "Load a LoRA adapter",

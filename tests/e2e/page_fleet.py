@@ -58,6 +58,11 @@ class PageFleet:
         assert answer.status_code == 200, answer.text
         return answer.json()
 
+    def place_of(self, rid: str) -> str | None:
+        """The URL of the decode server that runs a request; None: none does."""
+        running = self.get("/observe")["router"]["running"]
+        return next((one["decode"] for one in running if one["rid"] == rid), None)
+
     def stream(self, rid: str, num_tokens: int) -> int:
         """Read one long stream to its end; the number of its output tokens."""
         sampling = {"max_new_tokens": num_tokens, "ignore_eos": True, "temperature": 0}

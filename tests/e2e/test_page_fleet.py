@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 
 pytest.importorskip("selenium", reason="selenium is not installed: pip install pdserve[test]")
 
@@ -169,13 +169,9 @@ def test_the_history_is_there_at_once_after_a_reload_and_fits_every_screen(
 
 
 def test_a_request_moves_and_a_server_drains_under_load(page: webdriver.Chrome, fleet: PageFleet) -> None:
-    def place() -> str | None:
-        running = fleet.get("/observe")["router"]["running"]
-        return next((one["decode"] for one in running if one["rid"] == "long-answer"), None)
-
     with long_stream(fleet, "long-answer", 3000) as tokens:
-        until(place, WAIT_S, "it runs")
-        source = place()
+        until(lambda: fleet.place_of("long-answer"), WAIT_S, "it runs")
+        source = fleet.place_of("long-answer")
         assert source is not None
         (target,) = {server.url for server in fleet.decodes} - {source}
         manage(page, source)
@@ -188,7 +184,7 @@ def test_a_request_moves_and_a_server_drains_under_load(page: webdriver.Chrome, 
         name = row.text
         row.click()
         note_says(page, f"The request has moved to {name.removeprefix('Move to ')}.")
-        until(lambda: place() in (target, None), WAIT_S, "it runs at the other server")
+        until(lambda: fleet.place_of("long-answer") in (target, None), WAIT_S, "it runs at the other server")
         press(page, "Drain")
         until(lambda: state(page, source) == "warn", WAIT_S, "it drains")
         close(page)
@@ -222,19 +218,14 @@ def test_a_server_changes_its_role_and_back(page: webdriver.Chrome, fleet: PageF
 def test_failed_requests_and_a_dead_server_are_shown(page: webdriver.Chrome, fleet: PageFleet) -> None:
     """Last: the server is gone afterwards."""
     dead = fleet.decodes[0].url
-    headers = {"Authorization": f"Bearer {KEY}"}
-    body = {"text": "x", "stream": True, "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True}}
-    streams = [requests.post(f"{fleet.url}/generate", json=body, headers=headers, stream=True) for _ in range(2)]
-    try:
-        for stream in streams:
-            next(stream.iter_lines())
+    with ThreadPoolExecutor(2) as pool:  # one of the two is at the server
+        streams = [pool.submit(fleet.stream, rid, 3000) for rid in ("lost-1", "lost-2")]
+        until(lambda: dead in map(fleet.place_of, ("lost-1", "lost-2")), WAIT_S, "a stream is there")
         fleet.decodes[0].kill()
         until(lambda: state(page, dead) == "down", WAIT_S, "its card is red")
-        until(lambda: failures(page)[0] > 0, WAIT_S, "the error rate counts them")
+        until(lambda: failures(page)[0] > 0, WAIT_S, "the error rate counts it")
         until(lambda: "/generate broke off" in text(page, "pd-failures"), WAIT_S, "the stream is listed")
-    finally:
-        for stream in streams:
-            stream.close()
+        wait(streams, WAIT_S)
     assert dead.removeprefix("http://") in text(page, "pd-failures code")
     assert text(page, "#status") == "serving, degraded"
     assert "cannot connect" in text(page, "pd-worker[data-state=down] .why")

@@ -141,6 +141,7 @@ def test_anthropic(pair: Pair) -> None:
         used = streamed.usage
         counted = client.messages.count_tokens(**ask).input_tokens
         assert used.input_tokens + (used.cache_read_input_tokens or 0) == counted
+        assert [model.id for model in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").id == "tiny"
         image: Any = {"type": "image", "source": {"type": "url", "url": "http://x"}}
         with pytest.raises(anthropic.BadRequestError, match="image"):
             client.messages.create(model="tiny", max_tokens=1, messages=[{"role": "user", "content": [image]}])

@@ -23,6 +23,7 @@ from typing import Any
 import orjson
 
 from pdserve.http.access import BILLING_HEADER, CHAT_PATH, MESSAGES_PATH, OLLAMA_CHAT_PATH, RESPONSES_PATH
+from pdserve.http.response_store import HISTORY_FIELD
 
 TOKENS_MARK = "\udfff"
 """A lone surrogate, which text from JSON does not contain; it marks prompts of token ids."""
@@ -51,11 +52,9 @@ def _prompt_of(path: str, body: Mapping[str, Any]) -> str | None:
     if path in (CHAT_PATH, OLLAMA_CHAT_PATH):
         return _conversation(body.get("tools"), body.get("messages"))
     if path == RESPONSES_PATH:
-        given = body.get("input")
-        if isinstance(given, str):
-            given = [{"role": "user", "content": given}]
+        items = _items(body)
         instructions = {"role": "system", "content": body.get("instructions")}
-        return _conversation(body.get("tools"), [instructions, *given]) if isinstance(given, list) else None
+        return None if items is None else _conversation(body.get("tools"), [instructions, *items])
     if path == MESSAGES_PATH:
         given = body.get("messages")
         return _conversation(body.get("tools"), [_system(body), *given]) if isinstance(given, list) and given else None
@@ -78,6 +77,27 @@ def as_text(prompt: Any) -> str | None:
         return TOKENS_MARK + "".join(map(chr, prompt))
     except (TypeError, ValueError, OverflowError):
         return None
+
+
+def _items(body: Mapping[str, Any]) -> list[Any] | None:
+    """Return the items of a body of `/v1/responses`, those of the conversation that it continues first; None: no list.
+
+    Equal texts give equal items, however the client wrote them, and without the ids that the store gave them.
+    """
+    given, history = body.get("input"), body.get(HISTORY_FIELD) or []
+    entries = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    return [*map(_plain_item, history), *map(_plain_item, entries)] if isinstance(entries, list) else None
+
+
+def _plain_item(item: Any) -> Any:
+    if not isinstance(item, dict):
+        return item
+    role, content = item.get("role"), item.get("content")
+    if isinstance(role, str) and isinstance(content, list):
+        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        if all(isinstance(text, str) for text in texts):
+            return {"role": role, "content": "\n".join(map(str, texts))}
+    return {name: value for name, value in item.items() if name not in ("id", "status")}
 
 
 def _conversation(tools: Any, messages: Any) -> str | None:
@@ -123,8 +143,7 @@ def conversation_key(path: str, body: Mapping[str, Any], headers: Mapping[str, s
         given = body.get("messages")
         opening = _chat_opening([_system(body), *given]) if isinstance(given, list) and given else None
     elif path == RESPONSES_PATH:
-        given = body.get("input")
-        opening = _prompt_opening(given) if isinstance(given, str) else _chat_opening(given)
+        opening = _chat_opening(_items(body))
     else:
         opening = _prompt_opening(first_prompt(body))
     return None if opening is None else ConversationKey(salt_of(body) + opening, named=False)

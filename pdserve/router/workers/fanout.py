@@ -29,8 +29,12 @@ MAX_EXTRA_S = 600.0
 UPDATE_TIMEOUT_S = 4000.0
 """For a load, and the time that requests have to end by default."""
 UPDATE_FROM_DISK_PATH = "/update_weights_from_disk"
-UPDATES = (UPDATE_FROM_DISK_PATH, "/update_weight_version")
+UPDATE_FROM_TENSOR_PATH = "/update_weights_from_tensor"
+UPDATES = (UPDATE_FROM_DISK_PATH, UPDATE_FROM_TENSOR_PATH, "/update_weight_version")
 """Commands that change the weights of all workers, or their version."""
+MEMORY_COMMANDS = ("/release_memory_occupation", "/resume_memory_occupation")
+MEMORY_TIMEOUT_S = 630.0
+"""For the copy of the weights, which a worker writes or reads."""
 
 
 class WorkerFanout:
@@ -128,7 +132,8 @@ class WorkerFanout:
         workers = self._alive()
         if not workers:
             return error_response(503, "no healthy worker", "no_worker", RETRY_AFTER)
-        answers = await asyncio.gather(*(self._call(request, worker, body) for worker in workers))
+        timeout_s = MEMORY_TIMEOUT_S if request.path in MEMORY_COMMANDS else None
+        answers = await asyncio.gather(*(self._call(request, worker, body, timeout_s) for worker in workers))
         return _answer_of_all(workers, answers)
 
     async def update_weights(self, request: web.Request) -> web.Response:
@@ -144,7 +149,7 @@ class WorkerFanout:
             return error_response(503, "no healthy worker", "no_worker", RETRY_AFTER)
         drain_s = fields.get("drain_timeout_secs")
         timeout_s = UPDATE_TIMEOUT_S + (drain_s if isinstance(drain_s, int | float) else 0)
-        if request.path == UPDATE_FROM_DISK_PATH:
+        if request.path in (UPDATE_FROM_DISK_PATH, UPDATE_FROM_TENSOR_PATH):
             body = orjson.dumps(fields | {"prepare_only": True})
             prepared = await asyncio.gather(*(self._call(request, worker, body, timeout_s) for worker in workers))
             if fields.get("prepare_only") or max(_statuses(workers, prepared).values()) >= 400:

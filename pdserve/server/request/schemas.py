@@ -42,7 +42,7 @@ Priority = Annotated[int, msgspec.Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
 
 UNSUPPORTED_NATIVE = (
     "audio_data", "image_data", "input_embeds",
-    "return_routed_experts", "session_params", "video_data",
+    "return_routed_experts", "video_data",
 )  # fmt: skip
 UNSUPPORTED_OPENAI = (
     "input_embeds", "lora_path", "return_hidden_states", "session_params",
@@ -105,6 +105,7 @@ class GenerateBody(msgspec.Struct):
     return_prompt_token_ids: bool | None = None
     return_hidden_states: Flags = None
     rid: Names = None
+    session_params: dict[str, Any] | None = None
     priority: Priority | None = None
     data_parallel_rank: int | None = None
     model: str | None = None
@@ -358,6 +359,7 @@ class WeightsFromTensorBody(msgspec.Struct, forbid_unknown_fields=True):
     flush_cache: bool = True
     keep_pause: bool = False
     drain_timeout_secs: float | None = None
+    prepare_only: bool = False
     torch_empty_cache: bool = False
 
 

@@ -6,9 +6,10 @@ Each event of a stream has all text so far, or with `--incremental-streaming-out
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
@@ -48,7 +49,9 @@ from pdserve.server.request.intake import (
 )
 from pdserve.server.request.sampling_fields import NativeNames, RequestLimits, check_listed, count_n, native_sampling
 from pdserve.server.request.schemas import UNSUPPORTED_NATIVE, GenerateBody, NativeSampling
+from pdserve.server.session_store import SessionTurn
 from pdserve.server.sglang_api.hidden_states import hidden_states, with_hidden_states
+from pdserve.server.sglang_api.sessions import begin_turn
 
 MAX_TOKEN_IDS = 1024
 """Maximum number of ids in `token_ids_logprob` of a prompt."""
@@ -123,17 +126,25 @@ class GenerateCall:
     states: list[RequestState]
     listed: bool
     started_s: float
+    turn: SessionTurn | None = None
+    """The place of the request in its session; None without one."""
 
     async def answer(self, request: Request) -> Response:
         """Submit, and return the response, whole or streamed.
 
         A prefill server never streams, because its part ends with the first token.
         """
+        with contextlib.nullcontext() if self.turn is None else self.turn.running():
+            return await self._answer(request)
+
+    async def _answer(self, request: Request) -> Response:
         generation = await self.context.client.submit(self.states)
         with generation.closed_on_error():
             if self.body.stream and self.context.mode != "prefill":
                 return await stream_response(request, self._events(request, generation))
             updates = await until_disconnect(request, collect(generation, len(self.states), self.before(generation)))
+            if self.turn is not None:
+                self.turn.ended(updates[0])
             if sum(update.num_part_tokens for update in updates) > LARGE:
                 return await asyncio.to_thread(self._whole, updates)
             return self._whole(updates)
@@ -163,12 +174,14 @@ class GenerateCall:
             logprobs=self.states[0].request.logprobs is not None and not incremental,
         )
         self.states[0].has_resume_state = states.wanted
-        async with generation:
+        async with self._in_session(), generation:
             async for update in generation:
                 total = totals[update.index]
                 if before is not None and before.token_ids:
                     update.take_cached(before)
                 total.absorb(update)
+                if self.turn is not None and update.finish is not None:
+                    self.turn.ended(total)
                 if not update.token_ids and update.finish is None:
                     continue  # only a part of the prompt's log probabilities
                 if update.index not in inputs:
@@ -178,6 +191,15 @@ class GenerateCall:
                     update, [event({"index": update.index, **result} if self.listed else result)]
                 ):
                     yield data
+
+    @contextlib.asynccontextmanager
+    async def _in_session(self) -> AsyncIterator[None]:
+        """A stream in its session, which forgets one that its client has left."""
+        try:
+            yield
+        finally:
+            if self.turn is not None:
+                self.turn.left()
 
     def _format(self, logprob_params: Logprobs) -> NativeFormat:
         with_text = bool(self.body.return_text_in_logprobs)
@@ -316,11 +338,13 @@ async def generate(context: ServerContext, request: Request) -> Response:
     """
     started_s = time.monotonic()
     raw = await read_json_object(request, context.max_body_bytes)
-    return await (await prepare_generate(context, raw, started_s)).answer(request)
+    return await (await prepare_generate(context, raw, started_s, request)).answer(request)
 
 
-async def prepare_generate(context: ServerContext, raw: dict[str, Any], started_s: float) -> GenerateCall:
-    """Validate the body `raw` and prepare the call. `started_s`: see `GenerateCall`.
+async def prepare_generate(
+    context: ServerContext, raw: dict[str, Any], started_s: float, request: Request | None = None
+) -> GenerateCall:
+    """Validate the body `raw` and prepare the call. `started_s`: see `GenerateCall`. `request`: whose sessions it uses.
 
     Raises:
         RequestError: the body is invalid; the error names the field.
@@ -338,6 +362,11 @@ async def prepare_generate(context: ServerContext, raw: dict[str, Any], started_
     ]
     samplings = _samplings(body.sampling_params, names)
     n = _count_n(samplings, names)
+    turn = None
+    if body.session_params is not None:
+        turn = begin_turn(context, request, body.session_params, body.rid, prompts, n)
+        body.rid, prompts = turn.node.rid, [turn.prompt]
+        raw = {**raw, "text": None, "input_ids": prompts[0], "session_params": None}  # snapshots repeat the body
     with names[0].inside():
         check_listed(samplings, len(samplings) * n)
     grammars = [await _grammar(context, sampling, name) for sampling, name in zip(samplings, names, strict=True)]
@@ -362,4 +391,4 @@ async def prepare_generate(context: ServerContext, raw: dict[str, Any], started_
     resume_stream(states, resume, limits.vocab_size, stream=one, weights=context.weights_in_use, logprobs=repeats)
     if len(states) == 1:
         states[0].origin = RequestOrigin(GENERATE_PATH, raw, {"id": states[0].name})
-    return GenerateCall(context, body, states, listed, started_s)
+    return GenerateCall(context, body, states, listed, started_s, turn)

@@ -13,6 +13,7 @@ import asyncio
 import base64
 import binascii
 import contextlib
+import hashlib
 import os
 import re
 import stat
@@ -76,13 +77,15 @@ async def update_weights_from_tensor(context: ServerContext, request: Request) -
         else:
             most_bytes = _most_bytes(context)
             files = [_object_path(name, most_bytes) for name in names]
+        key = await asyncio.to_thread(_key, texts)
         return await run_update(
             context,
-            Preparation(object(), lambda i: PrepareTensors(query_id=i, files=tuple(files))),
+            Preparation(key, lambda i: PrepareTensors(query_id=i, files=tuple(files))),
             body.weight_version,
             abort_all=body.abort_all_requests,
             keep_pause=body.keep_pause,
             drain_s=body.drain_timeout_secs,
+            prepare_only=body.prepare_only,
         )
 
 
@@ -173,6 +176,18 @@ def _listed(given: str | list[str] | None, field: str) -> list[str]:
     if len(listed) > _MOST_FILES:
         raise RequestError(f"{field} has {len(listed)} entries; the maximum is {_MOST_FILES}", field=field)
     return listed
+
+
+def _key(texts: Sequence[str]) -> object:
+    """Return what is equal for equal tensors of two bodies; for objects in shared memory, whose content may change, not
+    even for the same one.
+    """
+    if not texts:
+        return object()
+    digest = hashlib.blake2b(digest_size=32)
+    for text in texts:
+        digest.update(hashlib.blake2b(text.encode(), digest_size=32).digest())
+    return digest.digest()
 
 
 def _write_files(stack: contextlib.ExitStack, texts: Sequence[str]) -> list[str]:

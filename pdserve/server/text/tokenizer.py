@@ -54,6 +54,12 @@ class Tokenizer:
         self._bound = TextBound(self._backend)
         self._workers = TextWorkers()
 
+    @property
+    def bos_token_id(self) -> int | None:
+        """The token that begins texts; None without one."""
+        found: int | None = self._hf.bos_token_id
+        return found
+
     def as_json(self) -> str:
         """Serialize the tokenizer in the form of a tokenizer.json."""
         return str(self._backend.to_str())

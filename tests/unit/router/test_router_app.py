@@ -6,11 +6,14 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 
 import pdserve
+from pdserve.router.proxy.generate import GenerateHandler
 from pdserve.router.workers import fanout as fleet
+from pdserve.router.workers.fanout import MEMORY_COMMANDS
 from tests.waiting import until
 
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
@@ -163,7 +166,7 @@ def test_paths_that_servers_take_either_way_are_taken_either_way(run_world: RunW
     async def scenario(world: Any) -> None:
         workers = [await world.worker(name) for name in "ab"]
         async with world.router([], workers) as url:
-            for path in ("/flush_cache", "/start_profile", "/stop_profile"):
+            for path in ("/flush_cache", "/start_profile", "/stop_profile", *MEMORY_COMMANDS):
                 for method in ("GET", "POST"):
                     async with world.session.request(method, url + path) as response:
                         told = await response.json()
@@ -291,3 +294,24 @@ def test_a_flush_that_may_wait_is_waited_for(run_world: RunWorld, monkeypatch: p
 
     monkeypatch.setattr(fleet, "INFO_TIMEOUT_S", 0.2)
     run_world(scenario)
+
+
+def test_a_client_that_leaves_during_the_last_write_is_no_error(
+    run_world: RunWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def leaves(_: GenerateHandler, request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        request.transport.close()
+        raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
+
+    monkeypatch.setattr(GenerateHandler, "handle", leaves)
+
+    async def scenario(world: Any) -> None:
+        prefill, decode = await world.worker("p"), await world.worker("d")
+        async with world.router([prefill], [decode]) as url:
+            with pytest.raises(aiohttp.ClientConnectionError):
+                await world.session.post(url + "/generate", json={"text": "x"})
+            assert (await world.session.get(url + "/health")).status == 200
+
+    run_world(scenario)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

@@ -12,6 +12,7 @@ from aiohttp import web
 from pdserve.config.responses_group import ResponseStoreConfig
 from pdserve.http.response_store import HISTORY_FIELD, Recording, ResponseStore, StoreLimits
 from pdserve.router.config.config import RouterAccessConfig
+from pdserve.router.policies.routing_keys import conversation_key, prompt_of
 from pdserve.router.proxy import stored_responses
 from pdserve.router.proxy.stored_responses import ResponseReader
 from tests.unit.router.answers import begin_stream
@@ -118,6 +119,23 @@ def test_a_router_may_store_none(run_world: RunWorld) -> None:
                 assert answer.status == 404 and "--response-store-size 0" in await answer.text()
 
     run_world(scenario)
+
+
+def test_all_turns_of_a_conversation_have_one_key_and_a_growing_prompt() -> None:
+    store = ResponseStore(StoreLimits(9, 1 << 20, 60.0), lambda: 0.0)
+    prompts, keys, previous = [], set(), None
+    for text in ("one", "two", "three"):
+        given: Any = text if text != "two" else [{"role": "user", "content": [{"type": "input_text", "text": text}]}]
+        body, recording = store.begin({"input": given, "previous_response_id": previous}, "")
+        assert recording is not None
+        recording.keep(response_of({"input": text}))
+        previous = f"resp_{text}"
+        prompts.append(prompt_of(PATH, body) or "")
+        key = conversation_key(PATH, body, {})
+        assert key is not None
+        keys.add(key.value)
+    assert len(keys) == 1 and prompts[1].startswith(prompts[0]) and prompts[2].startswith(prompts[1])
+    assert prompts[2].endswith("assistant: fine\nuser: three")
 
 
 def reader(*, is_stream: bool) -> tuple[ResponseReader, ResponseStore]:

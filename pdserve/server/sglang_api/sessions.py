@@ -1,0 +1,83 @@
+"""Endpoints of SGLang's sessions: `/open_session`, `/close_session`, and `session_params` of `/generate`."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from pdserve.errors import RequestError
+from pdserve.http.credentials import authorization_of
+from pdserve.server.context import ServerContext
+from pdserve.server.http.json_http import convert, json_response, read_json_object
+from pdserve.server.session_store import (
+    CloseSessionBody,
+    OpenSessionBody,
+    OpenSessions,
+    SessionFields,
+    SessionTurn,
+    required,
+)
+
+
+async def open_session(context: ServerContext, request: Request) -> Response:
+    """Serve `POST /open_session`: the answer is the session's id.
+
+    Raises:
+        RequestError: 400 naming the field, also on a server of a pair; 503: see `OpenSessions.open`.
+    """
+    body = convert(await read_json_object(request, context.max_body_bytes), OpenSessionBody)
+    store = _store(context, "session_id")
+    return json_response(store.open(body, _owner(context, request), context.client.abort))
+
+
+async def close_session(context: ServerContext, request: Request) -> Response:
+    """Serve `POST /close_session`. Raises RequestError: see `OpenSessions.close`."""
+    body = convert(await read_json_object(request, context.max_body_bytes), CloseSessionBody)
+    _store(context, "session_id").close(required(body.session_id, "session_id"), _owner(context, request))
+    return Response()
+
+
+def begin_turn(
+    context: ServerContext, request: Request | None, given: Any, rid: Any, prompts: Sequence[list[int]], n: int
+) -> SessionTurn:
+    """Return the turn of a `/generate` body: `given` are its `session_params`, `rid` its id, `prompts` its prompts.
+
+    Raises:
+        RequestError: 400, 404 or 503 naming the field.
+    """
+    field = "session_params"
+    store = _store(context, field)
+    params = convert(given, SessionFields, prefix=field)
+    if len(prompts) != 1 or n != 1:
+        raise RequestError(f"{field} needs one prompt and n=1", field=field)
+    if rid is not None and not isinstance(rid, str):
+        raise RequestError("rid must be text for a request of a session", field="rid")
+    owner = "" if request is None else _owner(context, request)
+    session = store.find(required(params.id, f"{field}.id"), owner, f"{field}.id")
+    tokenizer = context.tokenizer
+    bos = None if tokenizer is None else tokenizer.bos_token_id
+    turn = session.begin(params, rid or secrets.token_hex(16), prompts[0], bos)
+    prompt = turn.prompt
+    num_chars = len(prompt) if tokenizer is None else len(tokenizer.decode(prompt, skip_special=False))
+    if num_chars > session.most_chars:
+        message = f"the prompt has {num_chars} characters with its session, whose capacity is {session.most_chars}"
+        raise RequestError(f"{field}: {message}", field=field, code="session_capacity_exceeded")
+    store.check_room(len(prompt))
+    return turn
+
+
+def _store(context: ServerContext, field: str) -> OpenSessions:
+    """Return the sessions of this server. Raises RequestError, 400 naming `field`, if it has none."""
+    if context.mode != "null" or context.sessions is None:
+        message = f"{field}: a {context.mode} server has no sessions; they need a server without disaggregation"
+        raise RequestError(message, field=field, code="unsupported")
+    return context.sessions
+
+
+def _owner(context: ServerContext, request: Request) -> str:
+    """Return the valid API key of a request; empty on a server without keys."""
+    return context.config.access.keys.find(authorization_of(request.headers)) or ""
