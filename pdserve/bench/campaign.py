@@ -21,6 +21,8 @@ SEARCH_PRECISION = 0.1
 """The search ends when the best rate and the one that is too high differ by less than this share."""
 MAX_SEARCH_RUNS = 12
 READY_POLL_S = 1.0
+NOT_READY = ("connection", "disconnected", "http_503")
+"""Kinds of errors of a service that is starting."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -210,6 +212,19 @@ class Campaign:
             clock=self._clock,
             sleep=self._sleep,
         )
+
+
+async def wait_serving(client: BenchClient, timeout_s: float, sleep: Sleep = asyncio.sleep) -> None:
+    """Wait until a request of one token is served: a service may list its model while it is still starting.
+
+    Returns at any other error than a refused connection and 503, which the warm-up tells; and after `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        record = await client.send("Hello", 1)
+        if record.error_kind not in NOT_READY or time.monotonic() >= deadline:
+            return
+        await sleep(READY_POLL_S)
 
 
 async def wait_ready(client: BenchClient, timeout_s: float) -> str:

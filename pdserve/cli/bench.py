@@ -22,7 +22,7 @@ from typing import Any
 
 from pdserve import __version__
 from pdserve.bench import flags, html_report, text_report
-from pdserve.bench.campaign import BenchPlan, BenchProgress, BenchService, Campaign, LoadPoint, wait_ready
+from pdserve.bench.campaign import BenchPlan, BenchProgress, BenchService, Campaign, LoadPoint, wait_ready, wait_serving
 from pdserve.bench.client import BenchClient, BenchRecord, BenchTarget
 from pdserve.bench.datasets import make_sessions
 from pdserve.bench.metrics import Slo
@@ -154,6 +154,7 @@ async def _opened(stack: contextlib.AsyncExitStack, target: BenchTarget, ready_s
     client = await stack.enter_async_context(BenchClient(target))
     if target.model is not None and ready_s == 0:
         return client
+    began = time.monotonic()
     try:
         model = await wait_ready(client, ready_s)
     except ConfigError:
@@ -161,6 +162,8 @@ async def _opened(stack: contextlib.AsyncExitStack, target: BenchTarget, ready_s
             raise
         return client  # /generate needs no model
     client.target = dataclasses.replace(target, model=target.model or model)
+    if ready_s > 0:
+        await wait_serving(client, ready_s - (time.monotonic() - began))
     return client
 
 

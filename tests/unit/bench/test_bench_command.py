@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from pdserve.bench import flags
-from pdserve.bench.campaign import BenchPlan, BenchService, Campaign, LoadPoint
+from pdserve.bench.campaign import BenchPlan, BenchService, Campaign, LoadPoint, wait_serving
 from pdserve.bench.client import BenchClient, BenchTarget
 from pdserve.bench.load import run_load, single
 from pdserve.bench.metrics import METRICS, Slo
@@ -190,6 +191,24 @@ async def test_a_failed_warm_up_says_why() -> None:
     async with serving(FakeService(answer)) as service:
         with pytest.raises(ConfigError, match="the warm-up failed: error_event: no such model"):
             await run(service, "--num-prompts", "1")
+
+
+async def test_a_service_that_is_starting_is_waited_for() -> None:
+    refused = [web.json_response({"error": {"message": "starting"}}, status=503) for _ in range(2)]
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    async with serving(FakeService(lambda body, path: refused.pop() if refused else plain(body, path))) as service:
+        async with BenchClient(BenchTarget(base_url=service.url, model="tiny")) as client:
+            await wait_serving(client, 60.0, sleep)
+            assert len(service.bodies) == 3 and len(slept) == 2
+            refused.append(web.json_response({}, status=400))
+            await wait_serving(client, 60.0, sleep)
+            refused.append(web.json_response({}, status=503))
+            await wait_serving(client, 0.0, sleep)
+            assert len(service.bodies) == 5 and len(slept) == 2, "another error, and no time left"
 
 
 @pytest.mark.parametrize(
