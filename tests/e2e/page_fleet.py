@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import dataclasses
+import re
 import subprocess
 import sys
 import threading
@@ -24,6 +25,7 @@ from tests.e2e.harness import Server, running, start_router, start_server, until
 KEY, ADMIN_KEY = "page-user", "page-admin"
 LOAD = ("--random-input-len", "60", "--random-output-len", "32", "--random-range-ratio", "0.5", "--num-prompts", "3000")
 PAINT_S = 1.0
+COUNT = re.compile(rb'"completion_tokens": ?(\d+)')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,14 +66,14 @@ class PageFleet:
         return next((one["decode"] for one in running if one["rid"] == rid), None)
 
     def stream(self, rid: str, num_tokens: int) -> int:
-        """Read one long stream to its end; the number of its output tokens."""
+        """Read one long stream to its end, also to a broken one; the number of its output tokens."""
         sampling = {"max_new_tokens": num_tokens, "ignore_eos": True, "temperature": 0}
         body = {"text": "a long answer", "rid": rid, "stream": True, "sampling_params": sampling}
         headers = {"Authorization": f"Bearer {KEY}"}
         with requests.post(f"{self.url}/generate", json=body, headers=headers, stream=True, timeout=300) as answer:
             assert answer.status_code == 200, answer.text
-            events = [line for line in answer.iter_lines() if line.startswith(b"data: {")]
-        return int(events[-1].partition(b'"completion_tokens":')[2].partition(b",")[0].partition(b"}")[0])
+            counts = [found[1] for line in answer.iter_lines() if (found := COUNT.search(line))]
+        return int(counts[-1])
 
 
 @contextlib.contextmanager

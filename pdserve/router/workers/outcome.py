@@ -286,6 +286,8 @@ def describe(error: BaseException) -> str:
     """Return an exception as one line, with its type, since some of aiohttp's exceptions have no text."""
     if isinstance(error, aiohttp.ClientConnectorDNSError):
         return f"cannot resolve {error.host}: {error.os_error.strerror or error.os_error}"
+    if isinstance(error, aiohttp.ClientPayloadError) and str(error).startswith("Response payload is not completed"):
+        return "the connection was closed before its end"
     if type(error) is aiohttp.ClientConnectorError and (number := error.os_error.errno) in errno.errorcode:
         return f"cannot connect to {error.host}:{error.port}: {os.strerror(number or 0)}"
     return f"{type(error).__name__}: {error}".removesuffix(": ")

@@ -387,7 +387,8 @@ async def prepare_generate(
         states = context.make_requests(prompt_requests, n, body, field, stream=bool(body.stream))
     repeats = not context.config.serving.incremental_streaming_output
     one = bool(body.stream) and not listed
-    resume_stream(states, body.pdserve_resume, limits.vocab_size, stream=one, logprobs=repeats)
+    resume = body.pdserve_resume
+    resume_stream(states, resume, limits.vocab_size, stream=one, weights=context.weights_in_use, logprobs=repeats)
     if len(states) == 1:
         states[0].origin = RequestOrigin(GENERATE_PATH, raw, {"id": states[0].name})
     return GenerateCall(context, body, states, listed, started_s, turn)
