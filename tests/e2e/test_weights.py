@@ -102,7 +102,7 @@ def run_updates(models: Models, url: str, change: Callable[[Path, str], None], *
 STORE = (
     *("--enable-hierarchical-cache", "--hicache-ratio", "2", "--hicache-storage-backend", "memory"),
     *("--hicache-storage-backend-extra-config", '{"prefetch_threshold": 16, "prefetch_timeout_base": 1.0}'),
-    *("--kv-events-config", '{"publisher": "zmq", "endpoint": "tcp://127.0.0.1:0"}'),
+    *("--kv-events-config", '{"publisher": "zmq", "endpoint": "tcp://*:0"}'),
 )
 SPLITS = {
     "tp": ("--tp-size", "2"),
