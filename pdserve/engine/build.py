@@ -116,7 +116,6 @@ def build_scheduler(
         "layout_fingerprint": built.layout.fingerprint(),
         "weights_fingerprint": engine.weights_fingerprint,
         "weight_version": config.model.weight_version,
-        "weights_path": config.model.model_path,
         "weights_load_format": config.model.load_format,
         "page_tokens": built.layout.page_tokens,
         "layout": str(built.layout.fields()),

@@ -140,7 +140,7 @@ class ServerContext:
 
     @property
     def weights_path(self) -> str:
-        """Where the weights in use come from."""
+        """Where the weights in use come from: the path of the last update, or of the flags."""
         ready = self.client.ready
         return str((ready.facts.get("weights_path") if ready else None) or self.config.model.model_path)
 
