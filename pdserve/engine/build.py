@@ -185,6 +185,7 @@ def _engine_ready(engine: ReplicaEngine, facts: Mapping[str, Fact]) -> EngineRea
         facts={**facts, **engine.facts()},
         hidden_size=built.spec.hidden_size,
         pooling=built.pooling,
+        takes_embeds=built.takes_embeds,
     )
 
 

@@ -21,6 +21,7 @@ from pdserve.base.stream_state import RESUME_FIELD
 from pdserve.config.groups import DisaggMode
 from pdserve.errors import RequestError
 from pdserve.protocol.failure import weights_mismatch
+from pdserve.protocol.hidden_states import salt_of_embeds
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.messages import FAKE_BOOTSTRAP_HOST, MAX_ROOM, GenerateRequest, RoomAddress
 from pdserve.protocol.sampling import CoreSamplingParams
@@ -353,11 +354,24 @@ def make_requests(
 def with_salts(prompts: Sequence[GenerateRequest], body: Any) -> Sequence[GenerateRequest]:
     """Give each prompt its cache salt, from `cache_salt` and `extra_key` of a body: text, or a list by prompt.
 
-    One of them alone is the salt; both together are another salt than either.
+    One of them alone is the salt; both together are another salt than either. The salt of a prompt of input embeddings
+    also depends on these.
 
     Raises:
         RequestError: 400 naming the field, for a salt that is empty, too long, or has a NUL.
     """
+    prompts = _with_given_salts(prompts, body)
+    if not any(prompt.input_embeds for prompt in prompts):
+        return prompts
+    return [
+        msgspec.structs.replace(prompt, cache_salt=salt_of_embeds(prompt.cache_salt, prompt.input_embeds))
+        if prompt.input_embeds
+        else prompt
+        for prompt in prompts
+    ]
+
+
+def _with_given_salts(prompts: Sequence[GenerateRequest], body: Any) -> Sequence[GenerateRequest]:
     if body.cache_salt is None and body.extra_key is None:
         return prompts
     parts = [
