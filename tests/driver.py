@@ -107,6 +107,7 @@ class Driver:
         top_logprobs: int | None = None,
         logprobs: Logprobs | None = None,
         hidden: HiddenParams | None = None,
+        embeds: bytes = b"",
     ) -> int:
         """A row with pages for `max_tokens` tokens in all."""
         needed = pages_for(max_tokens, self.built.executor.layout.page_tokens)
@@ -120,7 +121,9 @@ class Driver:
             self._leases[row] = lease
             self.built.table.slots[row] = lease.slot or 0
         logprob_params = logprobs if top_logprobs is None else Logprobs(top=top_logprobs)
-        self.built.executor.open_row(row, tokens, prompt_length, sampling, logprob_params, hidden=hidden)
+        self.built.executor.open_row(
+            row, tokens, prompt_length, sampling, logprob_params, hidden=hidden, input_embeds=embeds
+        )
         return row
 
     def close(self, row: int) -> None:

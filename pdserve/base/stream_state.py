@@ -76,7 +76,8 @@ class EventState(msgspec.Struct, omit_defaults=True):
     events repeat those of earlier tokens. `tail`: in the last event with tokens, the rest of the stream except
     its last event (`StreamForm.last`); None while more tokens follow. `cached_details`: the fields of
     `CachedTokensDetails`; None: all cached tokens were on the device. `group`: number of events that hold the text of
-    these tokens, this one included; a router passes on all or none of them.
+    these tokens, this one included; a router passes on all or none of them. `weights`: version and fingerprint of the
+    weights that computed them; empty: unknown.
     """
 
     token_ids: list[int] = msgspec.field(default_factory=list)
@@ -86,6 +87,7 @@ class EventState(msgspec.Struct, omit_defaults=True):
     tail: str | None = None
     cached_details: dict[str, int | None] | None = None
     group: int = 1
+    weights: str = ""
 
     def line(self) -> bytes:
         """Encode the state as a comment line, with its line break."""

@@ -18,13 +18,14 @@ from pdserve.engine.assemble import Fact, make_context, make_memory, make_schedu
 from pdserve.engine.build_storage import add_storage_tier, leader_port, open_storage_port, storage_namespace
 from pdserve.engine.build_tier import connect_leader
 from pdserve.engine.build_transfer import ReplicaId
-from pdserve.engine.kv_events import open_kv_events, open_load_events
+from pdserve.engine.kv_events import key_namespace, open_kv_events, open_load_events
 from pdserve.engine.replica import ReplicaEngine, open_engine
 from pdserve.engine.role import LeaderRoles, OnRole, ignore_role
 from pdserve.engine.weights import LeaderWeights
 from pdserve.errors import ProtocolError
 from pdserve.executor.memory_sizing import free_bytes
 from pdserve.memory.layout import GroupKind
+from pdserve.memory.page_keys import KeyNamespace
 from pdserve.protocol.channel import SchedulerChannel
 from pdserve.protocol.engine_state import EngineReady, SchedulerHeartbeat
 from pdserve.protocol.messages import Shutdown
@@ -140,6 +141,12 @@ def build_scheduler(
     def announce(facts: Mapping[str, Fact]) -> None:
         channel.send(_engine_ready(engine, facts))
 
+    def change_keys() -> KeyNamespace | None:
+        """Change the keys of pages for other weights; returns the namespace of the store."""
+        if roles.events is not None:
+            roles.events.change_weights(key_namespace(config, engine))
+        return storage_namespace(config, engine)
+
     roles = LeaderRoles(config, engine, mailbox, replica, token, facts, events, stack, announce)
     roles.on_role = on_role
     opened = roles.open_first(context, namespace)
@@ -158,7 +165,9 @@ def build_scheduler(
         load_reporter=None if load_events is None else LoadReporter(load_events.post, replica.dp_rank),
         engine_memory=EngineMemory(built.device_memory, roles, engine.reports(), engine.clock, channel.send),
         weights=WeightsUpdater(
-            LeaderWeights(engine, config.model.weight_version, roles.change_weights), engine.clock, channel.send
+            LeaderWeights(engine, config.model.weight_version, roles.change_weights, change_keys),
+            engine.clock,
+            channel.send,
         ),
     )
 
@@ -176,6 +185,7 @@ def _engine_ready(engine: ReplicaEngine, facts: Mapping[str, Fact]) -> EngineRea
         facts={**facts, **engine.facts()},
         hidden_size=built.spec.hidden_size,
         pooling=built.pooling,
+        takes_embeds=built.takes_embeds,
     )
 
 

@@ -38,6 +38,10 @@ class KVEvents:
             "kv_events_replay_endpoint": self.publisher.replay_endpoint,
         }
 
+    def change_weights(self, namespace: KeyNamespace) -> None:
+        """Make the keys of later pages with other weights. The caches are empty."""
+        self.recorder.weights_changed(namespace)
+
     def facts(self) -> dict[str, float]:
         """Return counts for `/get_server_info`."""
         return {**self.publisher.facts(), "kv_events_lost": float(self.recorder.num_lost + self.host_recorder.num_lost)}
@@ -100,8 +104,11 @@ def key_namespace(config: ServerConfig, engine: ReplicaEngine) -> KeyNamespace:
         ModelError: the weight files cannot be read.
     """
     built, weights = engine.built, [engine.weights_fingerprint]
-    if config.model.load_format != "dummy":
-        weights.append(weights_digest(resolve_model_path(config.model.model_path)))
+    digest = engine.digest
+    if digest is None and config.model.load_format != "dummy":
+        digest = weights_digest(resolve_model_path(config.model.model_path))
+    if digest:
+        weights.append(digest)
     return KeyNamespace(
         weights=":".join(weights),
         weights_are_sampled=len(weights) == 1,

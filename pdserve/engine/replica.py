@@ -92,9 +92,14 @@ class ReplicaEngine:
     draft_samples: Sequence[WeightSamples] | None = None
     """Samples of the followers' drafters; None: those that they reported at start-up."""
 
-    def change_weights(self, samples: Sequence[WeightSamples], draft_samples: Sequence[WeightSamples]) -> None:
-        """Take the samples of other weights, which all ranks compute with: of all ranks, and of followers' drafters."""
-        self.samples, self.draft_samples = tuple(samples), tuple(draft_samples)
+    digest: str | None = None
+    """Digest of the weights, see `PreparedWeights`; None: those of the start."""
+
+    def change_weights(
+        self, samples: Sequence[WeightSamples], draft_samples: Sequence[WeightSamples], digest: str
+    ) -> None:
+        """Take samples of all ranks and of followers' drafters, and the digest, of weights that all ranks have now."""
+        self.samples, self.draft_samples, self.digest = tuple(samples), tuple(draft_samples), digest
 
     @property
     def weights_fingerprint(self) -> str:

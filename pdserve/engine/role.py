@@ -88,7 +88,7 @@ class LeaderRoles:
         self._replica = replica
         self._token = token
         self._facts = facts
-        self._events = events
+        self.events = events
         self._stack = stack
         self._announce = announce
         self._present: RoleParts | None = None
@@ -141,8 +141,8 @@ class LeaderRoles:
         try:
             config = with_disagg(self._config, command.disagg)
             replica = dataclasses.replace(self._replica, server=command.server, bootstrap_port=command.bootstrap_port)
-            if config.kv_events is not None and self._events is None and config.wants_prefix_cache:
-                self._events = open_kv_events(config, self._engine, self._replica.dp_rank, self._stack)
+            if config.kv_events is not None and self.events is None and config.wants_prefix_cache:
+                self.events = open_kv_events(config, self._engine, self._replica.dp_rank, self._stack)
             parts = self._open(config, replica, reports)
             reports()
         except RankError:
@@ -211,7 +211,7 @@ class LeaderRoles:
         assert self._present is not None
         _close_quietly(self._present.stack)
         self._mailbox.discard(lambda event: isinstance(event, TransferEvent))  # of threads that have ended
-        recorder = None if self._events is None else self._events.recorder
+        recorder = None if self.events is None else self.events.recorder
         fit_to_role(self._context, parts.config, self._engine.built, recorder)
         opened = self._begin(parts)
         self.on_consensus(self.consensus)
@@ -223,8 +223,8 @@ class LeaderRoles:
         config, transfer, built = parts.config, parts.transfer, self._engine.built
         mode, dp_rank = config.disagg.disaggregation_mode, self._replica.dp_rank
         facts = self._facts | {"disaggregation_mode": mode} | ({} if transfer is None else transfer.facts)
-        if self._events is not None:
-            facts |= self._events.endpoints()
+        if self.events is not None:
+            facts |= self.events.endpoints()
         step_log, kv_checksum = None, None
         if parts.write_line is not None and mode != "prefill":
             step_log = DecodeStepLog(parts.write_line, built.layout, dp_rank=dp_rank)
@@ -244,7 +244,7 @@ class LeaderRoles:
 
     def live_facts(self) -> dict[str, float]:
         """Return the facts that change while the engine runs."""
-        return {**self._engine.facts(), **({} if self._events is None else self._events.facts())}
+        return {**self._engine.facts(), **({} if self.events is None else self.events.facts())}
 
     def _close(self) -> None:
         if self._present is not None:

@@ -15,12 +15,15 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 
+import msgspec
+
 from pdserve.engine.assemble import Fact
 from pdserve.engine.replica import ReplicaEngine
 from pdserve.errors import ModelError, PdserveError
 from pdserve.executor.factory import LoadedEngine
 from pdserve.executor.weights import PreparedWeights, TensorInMemory, WeightsLoader, WeightsSource
 from pdserve.executor.weights_group import GroupAddress
+from pdserve.memory.page_keys import KeyNamespace
 from pdserve.model.params import fingerprint_of
 from pdserve.model.tensor_file import tensors_in
 from pdserve.model.tensor_sources import TensorSource
@@ -97,12 +100,25 @@ class _Loading:
         self.future = None
 
 
+_NAMES = msgspec.msgpack.Encoder()
+_DECODED = msgspec.msgpack.Decoder(tuple[str, KeyNamespace | None])
+"""What rank 0 tells of installed weights, see `InstalledWeights`."""
+
+
 class LeaderWeights:
     """Implements `RankWeights` for rank 0."""
 
-    def __init__(self, engine: ReplicaEngine, version: str, announce: Announce) -> None:
-        """`version`: name of the version of the weights in use."""
-        self._engine, self._announce = engine, announce
+    def __init__(
+        self,
+        engine: ReplicaEngine,
+        version: str,
+        announce: Announce,
+        change_keys: Callable[[], KeyNamespace | None],
+    ) -> None:
+        """`version`: name of the version of the weights in use. `change_keys`: called when others begin; it changes the
+        keys of pages, and returns the namespace of the store, None without one.
+        """
+        self._engine, self._announce, self._change_keys = engine, announce, change_keys
         self._loading = _Loading(engine.built)
         self._version = version
         self._reports: tuple[WeightsLoaded, ...] = ()
@@ -131,6 +147,7 @@ class LeaderWeights:
             engine.change_weights(
                 [prepared.samples, *(one.samples for one in self._reports)],
                 [one.draft_samples for one in self._reports],
+                prepared.digest,
             )
             log.info("weights of all ranks: %s, from %s", engine.weights_fingerprint, prepared.source.path)
         self._version = self._version if version is None else version
@@ -142,10 +159,11 @@ class LeaderWeights:
             "weights_load_format": source.load_format,
         }
         weights = weights_name(self._version, engine.weights_fingerprint)
+        namespace = None if prepared is None else self._change_keys()
         if group is not None:
-            group.log.answer(weights.encode)
+            group.log.answer(lambda: _NAMES.encode((weights, namespace)))
         self._announce(facts, weights)
-        return InstalledWeights(weights, facts)
+        return InstalledWeights(weights, facts, namespace)
 
     def drop(self) -> None:
         """See `RankWeights.drop`."""
@@ -214,7 +232,8 @@ class FollowerWeights:
         self._loading.install()
         answer = self._inputs.answer(_rank_0_knows)
         assert isinstance(answer, bytes)
-        return InstalledWeights(answer.decode(), {})
+        weights, namespace = _DECODED.decode(answer)
+        return InstalledWeights(weights, {}, namespace)
 
     def drop(self) -> None:
         """See `RankWeights.drop`."""

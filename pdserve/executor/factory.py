@@ -78,6 +78,8 @@ class LoadedEngine:
     """True with --enable-eplb."""
     pooling: Pooling | None = None
     """How the model makes one vector of a text; None without --is-embedding."""
+    takes_embeds: bool = False
+    """Whether rows may have input embeddings: native code runs the model."""
 
     @functools.cached_property
     def device_memory(self) -> DeviceMemory:
@@ -206,6 +208,7 @@ def build_executor(
         loaded.arithmetic, sizes.groups, loaded.can_split_prompts, loras, weights,
         config.parallel.enable_eplb,
         read_pooling(wanted.path, config.embedding.embedding_pooling) if config.embedding.is_embedding else None,
+        takes_embeds=loaded.decoder is not None,
     )  # fmt: skip
 
 

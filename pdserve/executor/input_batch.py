@@ -21,9 +21,9 @@ from torch import Tensor
 from pdserve.executor.interface import BatchPlan, BatchRow
 from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layout import KVLayout
-from pdserve.model.forward_batch import ForwardBatch, HostRows, IntArray, to_device
+from pdserve.model.forward_batch import ForwardBatch, HostRows, IntArray, TokenEmbeds, to_device
 from pdserve.model.parallel import Arrival
-from pdserve.protocol.hidden_states import HiddenParams
+from pdserve.protocol.hidden_states import HiddenArray, HiddenParams
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 
@@ -223,6 +223,38 @@ class SamplingMetadata:
         return StepParams(columns, table_rows, positions, bans, biases, picks, is_plain, calls)
 
 
+class InputEmbeds:
+    """Input embeddings of the open rows that have some."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, HiddenArray] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._rows)
+
+    def open_row(self, row: int, values: HiddenArray) -> None:
+        """Give table row `row` the embeddings of its first tokens, float32 `[tokens, hidden_size]`."""
+        self._rows[row] = values
+
+    def close_row(self, row: int) -> None:
+        """Drop those of a row, which may have none."""
+        self._rows.pop(row, None)
+
+    def into(self, batch: HostBatch) -> HostBatch:
+        """Return `batch` with the embeddings of its tokens that have some."""
+        flat, values = [], []
+        for row, table_row in enumerate(batch.table_rows.tolist()):
+            own = self._rows.get(table_row)
+            begin, end = int(batch.rows.starts[row]), int(batch.rows.ends[row])
+            if own is not None and begin < len(own):
+                end = min(end, len(own))
+                flat.append(np.arange(end - begin) + int(batch.rows.offsets[row]))
+                values.append(own[begin:end])
+        if not flat:
+            return batch
+        return dataclasses.replace(batch, embeds=(np.concatenate(flat), np.concatenate(values)))
+
+
 @dataclasses.dataclass(frozen=True)
 class _Late:
     """Tokens that a later pipeline stage has yet to sample, and the rows they belong to."""
@@ -292,7 +324,8 @@ class HostBatch:
 
     `columns` `[4, N]`: table row, position, page, and slot in the page of each token. `sampled` `[S]`: the plan row of
     each sampled token, in order; `sample_index` `[S]`: flat index of the token before it. A row with k drafts samples
-    1 + k tokens, others the one behind their last. `table_rows` `[R]`: table row of each plan row.
+    1 + k tokens, others the one behind their last. `table_rows` `[R]`: table row of each plan row. `embeds`: flat
+    indices `[M]` of the tokens with input embeddings, and these, float32 `[M, hidden_size]`.
     """
 
     columns: IntArray
@@ -300,6 +333,7 @@ class HostBatch:
     sample_index: IntArray
     table_rows: IntArray
     rows: HostRows
+    embeds: tuple[IntArray, HiddenArray] | None = None
 
 
 def cut_plan(plan: BatchPlan, num_stages: int, min_tokens: int) -> tuple[BatchPlan, ...]:
@@ -394,4 +428,5 @@ def build_batch(host: HostBatch, tokens: Tensor) -> ForwardBatch:
     else:
         columns = to_device(host.columns, device)
         columns[0] = tokens[columns[0], columns[1]]
-    return ForwardBatch(columns, to_device(host.sample_index, device), host.rows)
+    embeds = None if host.embeds is None else TokenEmbeds(*(to_device(array, device) for array in host.embeds))
+    return ForwardBatch(columns, to_device(host.sample_index, device), host.rows, embeds)

@@ -182,11 +182,13 @@ class Executor(Protocol):
         logprobs: Logprobs | None,
         draft_hidden: bytes = b"",
         hidden: HiddenParams | None = None,
+        input_embeds: bytes = b"",
     ) -> None:
         """Open `row` for a request; `token_ids` are its prompt and the output tokens known so far.
 
         `draft_hidden`: what `draft_hidden` of a server with an equal drafter returned for these tokens; empty: nothing.
         `hidden`: hidden states that its steps return; None: none. Such a row has no drafts.
+        `input_embeds`: see `GenerateRequest`; such a row has no drafts either.
 
         The matcher state of its grammar follows from these and later sampled tokens. With a seed, the token at position
         p depends on (seed, p) and its logits only, so decode continues the sampling of prefill.

@@ -28,6 +28,7 @@ from pdserve.executor.grammar_rows import GrammarRows, StepGrammars
 from pdserve.executor.input_batch import (
     MIN_TOKENS,
     HostBatch,
+    InputEmbeds,
     SamplingMetadata,
     StepParams,
     TokenPool,
@@ -54,7 +55,7 @@ from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.attention.page_gather import GroupPool
 from pdserve.model.forward_batch import IntArray
 from pdserve.model.interface import Model
-from pdserve.protocol.hidden_states import HiddenParams
+from pdserve.protocol.hidden_states import HiddenParams, unpack_embeds
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams, Grammar
 
@@ -135,6 +136,7 @@ class LocalExecutor(ModelInUse, NamedWeights):
         self._constrained: set[int] = set()
         """Open rows with a grammar."""
         self._open: set[int] = set()
+        self._input_embeds = InputEmbeds()
         self._unwritten: dict[int, IntArray] = {}
         self._arrived: dict[int, tuple[int, bytes]] = {}
         self._launched: deque[StepHandle] = deque()
@@ -172,12 +174,15 @@ class LocalExecutor(ModelInUse, NamedWeights):
         logprobs: Logprobs | None,
         draft_hidden: bytes = b"",
         hidden: HiddenParams | None = None,
+        input_embeds: bytes = b"",
     ) -> None:
         """See `Executor.open_row`. The tokens reach the device with the next step."""
         assert row not in self._open, f"row {row} opened twice"
         assert 0 < len(token_ids) < self._tokens.tensor.shape[1], f"{len(token_ids)} tokens do not fit a row"
         self._open.add(row)
         self._unwritten[row] = np.asarray(token_ids, dtype=np.int64)
+        if input_embeds:
+            self._input_embeds.open_row(row, unpack_embeds(input_embeds, num_prompt_tokens))
         if logprobs is not None:
             logprobs = msgspec.structs.replace(logprobs, top=min(logprobs.top, self._model.spec.vocab_size))
         self._sampling_metadata.set(row, num_prompt_tokens, sampling, logprobs, hidden)
@@ -203,6 +208,7 @@ class LocalExecutor(ModelInUse, NamedWeights):
         self._unwritten.pop(row, None)
         self._arrived.pop(row, None)
         self._sampling_metadata.clear(row)
+        self._input_embeds.close_row(row)
         if row in self._constrained:
             self._constrained.remove(row)
             self._grammars.close(row)
@@ -298,6 +304,8 @@ class LocalExecutor(ModelInUse, NamedWeights):
         backlog = None if self._deferred is None else self._deferred.begin(plan)
         parts = cut_plan(plan, self.coord.shape.pp_size, MIN_TOKENS[self.device.type])
         batches = tuple(read_plan(part, self._table, self._prompts, self._layout) for part in parts)
+        if self._input_embeds:
+            batches = tuple(map(self._input_embeds.into, batches))
         if self._loras is not None:
             batches = tuple(map(self._loras.into, batches))
         if self._pending is not None:

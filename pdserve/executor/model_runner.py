@@ -86,7 +86,7 @@ class ModelRunner:
         last = len(batches) - 1
         self._scores, self._hidden, self._argmax, self.has_put = [], [], None, False
         size = None
-        is_plain = on_layer is None and not output_params[0].any
+        is_plain = on_layer is None and not output_params[0].any and batches[0].embeds is None
         if self.graphs is not None and last == 0 and is_plain:
             size = self.graphs.size_for(batches[0])
         if self.graphs is not None and size is not None:

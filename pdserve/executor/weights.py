@@ -11,12 +11,14 @@ LoRA adapters, or with experts that move between ranks, takes no other weights: 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from pdserve.base.host_memory import give_back_freed
@@ -33,6 +35,7 @@ from pdserve.model.loader import quantization_of
 from pdserve.model.params import WeightSamples
 from pdserve.model.paths import resolve_model_path
 from pdserve.model.tensor_sources import TensorSource
+from pdserve.model.weights_digest import weights_digest
 
 LoadFormat = Literal["auto", "dummy"]
 
@@ -81,10 +84,22 @@ class PreparedWeights:
     parts: ModelParts
     samples: WeightSamples
     draft_samples: WeightSamples
+    digest: str = ""
+    """Digest of all values, for keys of pages; empty: of random weights, or where no page has a key."""
 
 
 Bind = Callable[[ModelToLoad, LoadedModel, DraftModel | None], ModelParts]
 """Binds a model, and the model that drafts for it, to the executor's pools."""
+
+
+def digest_of_tensors(before: str, tensors: Mapping[str, TensorSource]) -> str:
+    """Return the SHA-256 (hex) of `tensors`, names and values, which replace some of the weights of digest `before`."""
+    digest = hashlib.sha256(before.encode())
+    for name, source in sorted(tensors.items()):
+        value = source.read(None).contiguous().cpu()
+        digest.update(f"{name}:{value.dtype}:{list(value.shape)}".encode())
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 class WeightsLoader:
@@ -108,6 +123,8 @@ class WeightsLoader:
         """Process groups in which a trainer sends weights."""
         self.source = WeightsSource(wanted.config.model.model_path, wanted.config.model.load_format)
         """Where the weights in use come from."""
+        self.digest = ""
+        """See `PreparedWeights`; empty: those of the start."""
 
     @property
     def refusal(self) -> str | None:
@@ -119,10 +136,6 @@ class WeightsLoader:
             return "--enable-eplb: the weights of a server whose experts move between ranks cannot be changed"
         if config.parallel.num_sharing > 1:
             return "--enable-dp-attention: the weights of replicas that compute together cannot be changed"
-        if config.storage.hicache_storage_backend is not None:
-            return "--hicache-storage-backend: the weights of a server with a KV store cannot be changed"
-        if config.kv_events is not None:
-            return "--kv-events-config: the weights of a server that publishes KV events cannot be changed"
         return None
 
     def prepare(self, source: WeightsSource) -> Future[PreparedWeights | None]:
@@ -157,6 +170,7 @@ class WeightsLoader:
         self._executor.swap_model(prepared.parts)
         self._loaded = prepared.loaded
         self.source = dataclasses.replace(prepared.source, overlay={}, read_tensors=None)
+        self.digest = prepared.digest
         self._make_ready()
         give_back_freed()
 
@@ -197,7 +211,22 @@ class WeightsLoader:
             )
         parts = self._bind(wanted, loaded, draft_model)
         drafts = {} if parts.drafter is None else parts.drafter.weight_samples()
-        return PreparedWeights(source, loaded, parts, loaded.model.params.samples(), drafts)
+        digest = self._digest(path, source, wanted.overlay)
+        return PreparedWeights(source, loaded, parts, loaded.model.params.samples(), drafts, digest)
+
+    def _digest(self, path: Path, source: WeightsSource, overlay: Mapping[str, TensorSource]) -> str:
+        """Return the digest of the weights for keys of pages, at rank 0 of a server that has such keys.
+
+        Tensors that replace some of the weights in use have the digest of these before them.
+        """
+        config = self._wanted.config
+        has_keys = config.storage.hicache_storage_backend is not None or config.kv_events is not None
+        if not has_keys or self._wanted.parallel.coord.rank:
+            return ""
+        if overlay:
+            before = self.digest if source.read_tensors is not None else f"{source.load_format}:{path}"
+            return digest_of_tensors(before, overlay)
+        return "" if source.load_format == "dummy" else weights_digest(path)
 
     def _check_partial(self) -> None:
         """Raise ModelError where single tensors of the model in use cannot be replaced."""

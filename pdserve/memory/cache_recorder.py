@@ -68,7 +68,14 @@ class HostChanged:
     change: PagesStored | PagesRemoved | CacheCleared | GroupChanged
 
 
-CacheChange = PagesStored | PagesRemoved | CacheCleared | GroupChanged | HostChanged
+@dataclasses.dataclass(frozen=True, slots=True)
+class WeightsChanged:
+    """Pages that are stored from now on have keys of `namespace`, a `KeyNamespace`. The caches are empty."""
+
+    namespace: object
+
+
+CacheChange = PagesStored | PagesRemoved | CacheCleared | GroupChanged | HostChanged | WeightsChanged
 
 
 class ChangeSink(Protocol):
@@ -107,6 +114,8 @@ class CacheRecorder:
         self._sink = sink
         self._adapters = adapters
         self._changes: list[PagesStored | PagesRemoved | CacheCleared | GroupChanged] = []
+        self._new_weights: WeightsChanged | None = None
+        """What the sink has not taken yet."""
         self._lost = False
         self.num_lost = 0
         """Flushes whose changes the sink did not take."""
@@ -137,6 +146,10 @@ class CacheRecorder:
         """Record a `GroupChanged`."""
         self._changes.append(GroupChanged(space, page, stored))
 
+    def weights_changed(self, namespace: object) -> None:
+        """Record a `WeightsChanged`, behind `cleared`."""
+        self._new_weights = WeightsChanged(namespace)
+
     def flush(self, describe: Callable[[], None]) -> None:
         """Give the changes since the last flush to the sink.
 
@@ -150,13 +163,21 @@ class CacheRecorder:
             self._changes.clear()
             self.cleared()
             describe()
-        if self._changes:
+        if self._changes or self._new_weights is not None:
             changes, self._changes = self._changes, []
             sent: list[CacheChange] = [*changes]
             if self._of_host:
                 sent = [HostChanged(change) for change in changes]
+            if self._new_weights is not None:
+                sent.insert(_behind_the_clear(changes), self._new_weights)
             self._lost = not self._sink.post(sent)
+            self._new_weights = self._new_weights if self._lost else None
             self.num_lost += self._lost
+
+
+def _behind_the_clear(changes: Sequence[object]) -> int:
+    """Return the index behind the last `CacheCleared`; 0 without one."""
+    return max((index + 1 for index, one in enumerate(changes) if isinstance(one, CacheCleared)), default=0)
 
 
 def _without_bits(tokens: bytes, shift: int) -> bytes:

@@ -144,6 +144,8 @@ class Decoder:
         if self.embedding is not None:
             assert hidden is None, "the first stage takes tokens, not hidden states"
             x = self.embedding(batch.input_ids)
+            if batch.embeds is not None:
+                batch.embeds.put(x)
         else:
             assert hidden is not None, "this stage takes hidden states"
             x = hidden

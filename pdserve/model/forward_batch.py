@@ -75,16 +75,34 @@ class HostRows:
 
 
 @dataclasses.dataclass(frozen=True)
+class TokenEmbeds:
+    """Outputs of the embedding layer that some tokens of a batch bring with them.
+
+    `index` int64 `[M]`: flat indices of these tokens. `values` float32 `[M, hidden_size]`, with the scale of the
+    embeddings if the model has one.
+    """
+
+    index: Tensor
+    values: Tensor
+
+    def put(self, x: Tensor) -> None:
+        """Overwrite the embeddings of these tokens in `x` `[N, hidden_size]`, of any dtype."""
+        x.index_copy_(0, self.index, self.values.to(x.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
 class ForwardBatch:
     """A flattened batch of N tokens without padding. Tensors are int64 on the model's device.
 
     `columns` `[4, N]`, contiguous: token id, position, and the page and slot that the token's KV is written to.
-    `sample_index` `[S]`: flat indices of the tokens that need logits. `host`: the rows on the host.
+    `sample_index` `[S]`: flat indices of the tokens that need logits. `host`: the rows on the host. `embeds`: None
+    where all tokens have the model's embeddings; the first stage reads it.
     """
 
     columns: Tensor
     sample_index: Tensor
     host: HostRows
+    embeds: TokenEmbeds | None = None
 
     @property
     def num_tokens(self) -> int:

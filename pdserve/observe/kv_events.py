@@ -23,6 +23,7 @@ from pdserve.memory.cache_recorder import (
     HostChanged,
     PagesRemoved,
     PagesStored,
+    WeightsChanged,
 )
 from pdserve.memory.layout import GroupKind, KVLayout, PageSpace
 from pdserve.memory.page_keys import KeyNamespace, short_hash
@@ -226,6 +227,10 @@ class KVEventStream:
         """Yield the events of a change of `tier`; None: of the device."""
         tier = tier or self._device
         match change:
+            case WeightsChanged(namespace=namespace):
+                assert isinstance(namespace, KeyNamespace)
+                self._namespace = namespace
+                self._roots.clear()
             case HostChanged(change=inner):
                 yield from self._events(inner, self._host)
             case PagesStored():

@@ -83,7 +83,7 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Sent when the scheduler can take requests, and again at the end of each `SwitchRole`.
 
     `vocab_size`, `context_length` and `max_total_tokens` bound the requests it accepts. `hidden_size`: width of hidden
-    states. `pooling`: None unless the model serves embeddings.
+    states. `pooling`: None unless the model serves embeddings. `takes_embeds`: requests may have input embeddings.
     """
 
     model_type: str
@@ -95,6 +95,7 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     facts: dict[str, str | int | float | bool | None]
     hidden_size: int = 0
     pooling: Pooling | None = None
+    takes_embeds: bool = False
 
 
 class SchedulerHeartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="Beat"):

@@ -1,4 +1,4 @@
-"""Hidden states between processes: what a request wants of them, and the results of a step.
+"""Hidden states between processes: what a request wants of them, the results of a step, and input embeddings.
 
 Hidden states are those of the last layer behind the final norm, as input of the head. The API process creates
 `HiddenParams`, executors create `HiddenStates`, and the channel carries both. Arrays are sent as little-endian float32.
@@ -6,6 +6,7 @@ Hidden states are those of the last layer behind the final norm, as input of the
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
@@ -26,6 +27,20 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True):
 
     mode: Literal["last", "mean"] = "last"
     normalize: bool = True
+
+
+def unpack_embeds(data: bytes, num_tokens: int) -> HiddenArray:
+    """Return `GenerateRequest.input_embeds` as an array float32 `[num_tokens, hidden_size]`."""
+    return np.frombuffer(data, "<f4").reshape(num_tokens, -1)
+
+
+def salt_of_embeds(salt: str, data: bytes) -> str:
+    """Return the cache salt of a request with input embeddings `data` and the client's `salt`.
+
+    All its token ids are alike, so the salt tells its cached KV from that of other embeddings. It has a NUL, which no
+    client's salt has.
+    """
+    return f"{salt}\0embeds {hashlib.sha256(data).hexdigest()}"
 
 
 class HiddenParams(msgspec.Struct, frozen=True, kw_only=True):

@@ -55,6 +55,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """None: the request wants no log probabilities."""
     hidden: HiddenParams | None = None
     """None: the request wants no hidden states. Each is sent once, in the order of positions."""
+    input_embeds: bytes = b""
+    """Output of the embedding layer for `input_ids`, float32 `[tokens, hidden_size]`; empty: the model's own."""
     room: RoomAddress | None = None
     arrival_s: float = 0.0
     priority: int = 0

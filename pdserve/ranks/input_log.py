@@ -171,6 +171,7 @@ def _parts(events: Sequence[SharedEvent]) -> list[list[SharedEvent]]:
             num_bytes += len(event.frame)
         elif isinstance(event, GenerateRequest):
             num_bytes += _TOKEN_BYTES * (len(event.input_ids) + len(event.prior_output_ids))
+            num_bytes += len(event.input_embeds)
         if parts[-1] and size + num_bytes > PART_BYTES:
             parts.append([])
             size = 0

@@ -110,10 +110,11 @@ class RankExecutor:
         logprobs: Logprobs | None,
         draft_hidden: bytes = b"",
         hidden: HiddenParams | None = None,
+        input_embeds: bytes = b"",
     ) -> None:
         """See `Executor.open_row`: all ranks open the same rows."""
         self._num_seen[row] = 0
-        self._local.open_row(row, token_ids, num_prompt_tokens, sampling, logprobs, draft_hidden, hidden)
+        self._local.open_row(row, token_ids, num_prompt_tokens, sampling, logprobs, draft_hidden, hidden, input_embeds)
 
     def launch(self, plan: BatchPlan, *, layer_events: bool = False) -> StepHandle:
         """See `Executor.launch`.

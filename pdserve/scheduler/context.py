@@ -261,7 +261,10 @@ class SchedulerContext:
         tokens = req.spec.input_ids + req.output_ids
         hidden, req.draft_hidden = req.draft_hidden, b""
         logprobs, states = req.logprob_params, req.hidden_params
-        self.executor.open_row(row, tokens, req.num_prompt, req.spec.sampling, logprobs, hidden, states)
+        spec = req.spec
+        self.executor.open_row(
+            row, tokens, req.num_prompt, spec.sampling, logprobs, hidden, states, spec.input_embeds
+        )  # fmt: skip
         if req.adapter is not None:
             self._require_loras().open_row(row, req.adapter)
         return True

@@ -100,6 +100,12 @@ class StorageTier:
         self.writer = StorageWriter(port, host, memory, namespace, clock, counters, self._jobs.__setitem__)
         """Sends computed pages to the store."""
 
+    def change_namespace(self, namespace: KeyNamespace) -> None:
+        """Look up and store pages under the keys of other weights from now on. No job is under way."""
+        assert not self._jobs and not self._reading, "a page of the former weights is on its way"
+        self._namespace = namespace
+        self.writer.change_namespace(namespace)
+
     # ------------------------------------------------------------------ requests that wait
 
     def admit(self, req: Req) -> None:

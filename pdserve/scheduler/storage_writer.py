@@ -115,6 +115,13 @@ class StorageWriter:
         self._seen_version = -1
         self._num_named = 0
 
+    def change_namespace(self, namespace: KeyNamespace) -> None:
+        """Store pages under other keys from now on. Those of before are gone: what was not sent is dropped."""
+        for unsent in self._unsent.values():
+            self._drop(unsent.num_pages - unsent.num_sent)
+        self._unsent.clear()
+        self._namespace = namespace
+
     def computed(self, req: Req, chain: Chain | None) -> None:
         """Note the whole pages of `req` that are computed. `chain`: its digests, where some are computed."""
         size = self._namespace.page_tokens

@@ -22,6 +22,7 @@ from typing import Protocol
 from pdserve.base.clock import Clock
 from pdserve.errors import RequestError
 from pdserve.executor.interface import StepHandle
+from pdserve.memory.page_keys import KeyNamespace
 from pdserve.protocol.failure import CLIENT_ABORT, WEIGHTS_CHANGED, Failure
 from pdserve.protocol.messages import (
     AbortRequest,
@@ -52,10 +53,14 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class InstalledWeights:
-    """Weights that a rank has begun with. `name`: what rooms carry, see `weights_name`; `facts`: those that change."""
+    """Weights that a rank has begun with. `name`: what rooms carry, see `weights_name`; `facts`: those that change.
+
+    `namespace`: of their pages in the store; None: it stays, or there is no store.
+    """
 
     name: str
     facts: Mapping[str, str | int | float | bool | None]
+    namespace: KeyNamespace | None = None
 
 
 class RankWeights(Protocol):
@@ -125,7 +130,7 @@ class UpdatableWeights(abc.ABC):
 
         Transfers of requests that are no longer live may still end: they write to no cached page.
         """
-        copies = self.context.tier is not None and self.context.tier.num_copies > 0
+        copies = self.context.tier is not None and self.context.tier.num_running > 0
         nothing_runs = not self.role.live and not self.role.guests and not self.under_way and not copies
         return nothing_runs and self.context.memory.no_cached_page_is_held
 
@@ -136,6 +141,8 @@ class UpdatableWeights(abc.ABC):
             self.context.speculation.forget_past()
         self.context.memory.flush()
         self.context.flush_tier()
+        if installed.namespace is not None and self.context.storage is not None:
+            self.context.storage.change_namespace(installed.namespace)
         if self.kv is not None:
             self.kv.change_weights(installed.name)
 

@@ -22,6 +22,7 @@ from pdserve.http.response_store import ResponseStore
 from pdserve.observe.metrics import ServerMetrics
 from pdserve.protocol.messages import GenerateRequest
 from pdserve.protocol.sampling import Grammar
+from pdserve.protocol.weights import weights_name
 from pdserve.server.engine_client.client import EngineClient
 from pdserve.server.engine_client.live_requests import RequestState
 from pdserve.server.http.json_http import scalar_or_list
@@ -131,6 +132,11 @@ class ServerContext:
     def weight_version(self) -> str:
         """Name of the version of the weights in use."""
         return self.client.weight_version or self.config.model.weight_version
+
+    @property
+    def weights_in_use(self) -> str:
+        """Version and fingerprint of the weights in use, see `weights_name`; empty while the engine starts."""
+        return "" if self.client.weights is None else weights_name(*self.client.weights)
 
     @property
     def weights_path(self) -> str:

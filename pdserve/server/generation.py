@@ -25,6 +25,7 @@ from pdserve.protocol.cached_tokens import CachedTokensDetails
 from pdserve.protocol.hidden_states import HiddenStates
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.protocol.messages import FinishReason, RequestTiming, SpeculationStats, TokenLogprob
+from pdserve.protocol.weights import weights_name
 
 ATTACH_FIELD = f"{RESUME_FIELD}.attach"
 
@@ -51,6 +52,8 @@ class GenerationUpdate:
     cached_details: CachedTokensDetails | None = None
     timing: RequestTiming | None = None
     speculation: SpeculationStats | None = None
+    weights: str = ""
+    """Version and fingerprint of the weights, see `weights_name`; empty: unknown."""
 
     @property
     def num_part_tokens(self) -> int:
@@ -155,6 +158,8 @@ class Generation:
 
     def put(self, update: GenerationUpdate) -> None:
         """Add an update. The engine client calls this on the event loop."""
+        if self.weights is not None:
+            update.weights = weights_name(*self.weights)
         if update.finish is not None:
             self._unfinished -= 1
         waiting = self._pending.get(update.index)
@@ -239,6 +244,8 @@ class Resume(msgspec.Struct):
     logprobs: list[TokenLogprob] | None = None
     cached_details: CachedTokensDetails | None = None
     attach: Annotated[str, ShortText] | None = None
+    weights: Annotated[str, ShortText] = ""
+    """`GenerationUpdate.weights` of the tokens; a server with others does not go on."""
 
     def update(self, text: str) -> GenerationUpdate:
         """Return the stream so far as one update. `text` is the text of its tokens."""
@@ -260,6 +267,7 @@ class StreamStates:
         self._lines: list[Any] = []
         self._cached_tokens = 0
         self._cached_details: dict[str, int | None] | None = None
+        self._weights = ""
 
     def with_state(self, update: GenerationUpdate | None, events: list[bytes]) -> Iterator[bytes]:
         """Yield `events` with their state lines. They show the tokens of `update`; None: no tokens.
@@ -272,7 +280,7 @@ class StreamStates:
         if update is not None:
             self._tokens += update.token_ids
             self._lines += msgspec.to_builtins(update.logprobs) if self._logprobs else []
-            self._cached_tokens = update.cached_tokens
+            self._cached_tokens, self._weights = update.cached_tokens, update.weights
             self._cached_details = msgspec.to_builtins(update.cached_details)
         ends = update is not None and update.finish is not None
         for position, data in enumerate(events):
@@ -296,6 +304,7 @@ class StreamStates:
             logprobs=self._lines if self._logprobs else None,
             tail=tail,
             group=group,
+            weights=self._weights,
         )
         line = state.line()
         self._tokens, self._lines, self._head = [], [], None

@@ -118,6 +118,7 @@ class CostModelExecutor:
         logprobs: Logprobs | None,
         draft_hidden: bytes = b"",
         hidden: HiddenParams | None = None,
+        input_embeds: bytes = b"",
     ) -> None:
         """See `Executor`."""
         assert row not in self._rows, f"row {row} is open"

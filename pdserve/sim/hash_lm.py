@@ -13,6 +13,7 @@ A layout with a DRAFT group has draft KV, see `hash_draft`.
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -31,7 +32,7 @@ from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layer_events import ALL_WRITTEN, CountedLayerEvents, LayerEvents
 from pdserve.memory.layout import GroupKind, KVGroup, KVLayout, PageSpace
 from pdserve.memory.slot_stamp import SlotStamp
-from pdserve.protocol.hidden_states import HiddenParams, HiddenStates
+from pdserve.protocol.hidden_states import HiddenParams, HiddenStates, unpack_embeds
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.sim.hash_draft import HashDraftKV
@@ -197,6 +198,7 @@ class HashExecutor(HashTierCopies, HashStamps):
         logprobs: Logprobs | None,
         draft_hidden: bytes = b"",
         hidden: HiddenParams | None = None,
+        input_embeds: bytes = b"",
     ) -> None:
         """See `Executor`.
 
@@ -204,7 +206,7 @@ class HashExecutor(HashTierCopies, HashStamps):
             AssertionError: `draft_hidden` is not of the position before the last of `token_ids`.
         """
         self._by_row[row] = _Row(
-            tokens=list(token_ids),
+            tokens=_with_embeds(token_ids, num_prompt_tokens, input_embeds),
             sampler=HashSampler(sampling, num_prompt_tokens, logprobs, self._echo),
             stamp=SlotStamp.of(token_ids[:num_prompt_tokens], 0).request,
             num_known=len(token_ids),
@@ -463,6 +465,13 @@ class HashExecutor(HashTierCopies, HashStamps):
     def _row_pages(self, row: int) -> RowPages:
         table = self._table
         return RowPages(table.pages[row].copy(), table.window[row].copy(), int(table.slots[row]))
+
+
+def _with_embeds(token_ids: Sequence[int], num_prompt: int, input_embeds: bytes) -> list[int]:
+    """Return the tokens of a row; a hash of its input embedding stands for each prompt token that has one."""
+    if not input_embeds:
+        return list(token_ids)
+    return [*(zlib.crc32(own.tobytes()) for own in unpack_embeds(input_embeds, num_prompt)), *token_ids[num_prompt:]]
 
 
 def _hidden_of(wanted: HiddenParams | None, start: int, carries: Sequence[int]) -> HiddenStates | None:

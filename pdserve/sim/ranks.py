@@ -368,6 +368,7 @@ class _ComputedElsewhere:
         logprobs: Logprobs | None,
         draft_hidden: bytes = b"",
         hidden: HiddenParams | None = None,
+        input_embeds: bytes = b"",
     ) -> None:
         """See `Executor`."""
 

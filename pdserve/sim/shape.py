@@ -10,7 +10,7 @@ from pdserve.config.groups import EvictionPolicy, LoadFailurePolicy
 from pdserve.config.schedule_group import SchedulePolicy
 from pdserve.config.tier_group import PrefetchPolicy
 from pdserve.protocol.cached_tokens import CachedTokensDetails
-from pdserve.protocol.hidden_states import HiddenParams, HiddenStates
+from pdserve.protocol.hidden_states import HiddenParams, HiddenStates, salt_of_embeds
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.messages import EngineCoreOutput, FinishReason, GenerateRequest, RoomAddress, SpeculationStats
 from pdserve.protocol.sampling import CoreSamplingParams
@@ -127,6 +127,8 @@ class Prompt:
     priority: int = 0
     logprobs: Logprobs | None = None
     hidden: HiddenParams | None = None
+    embeds: bytes = b""
+    """See `GenerateRequest.input_embeds`."""
     prior: tuple[int, ...] = ()
     """Output tokens of an earlier try."""
     sampling: CoreSamplingParams = CoreSamplingParams(temperature=0.0)
@@ -175,6 +177,7 @@ def request(rid: str, prompt: Prompt, room: RoomAddress | None) -> GenerateReque
         hidden=prompt.hidden,
         room=room,
         priority=prompt.priority,
-        cache_salt=prompt.salt,
+        cache_salt=salt_of_embeds(prompt.salt, prompt.embeds) if prompt.embeds else prompt.salt,
+        input_embeds=prompt.embeds,
         prior_output_ids=list(prompt.prior),
     )

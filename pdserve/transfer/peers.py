@@ -229,19 +229,16 @@ class SenderQuiesced:
 Notice = PeerReady | DialFailed | PeerLost | SenderQuiesced | Message
 
 
-def check_hello(ours: Hello, theirs: Hello, peer_sizes: Mapping[str, int], *, is_known: bool = False) -> None:
+def check_hello(ours: Hello, theirs: Hello, peer_sizes: Mapping[str, int]) -> None:
     """Check that a session may begin: all facts are equal, and the parallel sizes of both replicas work together.
 
     `peer_sizes` maps flag names to the sizes that the peer must have, where this server was started with such flags.
-    `is_known`: the session has begun, and this is a late repetition. The weights may have changed since then.
+    The fact `WEIGHTS` may change in a session, also while a Hello is on its way: each room compares it, no handshake.
 
     Raises:
         HandshakeError: naming the first field that does not match.
     """
-    facts = ours.facts
-    if is_known and WEIGHTS in facts and WEIGHTS in theirs.facts:
-        facts = facts | {WEIGHTS: theirs.facts[WEIGHTS]}
-    check_facts(facts, theirs.facts)
+    check_facts(*({name: fact for name, fact in one.facts.items() if name != WEIGHTS} for one in (ours, theirs)))
     _check_split(ours.facts, theirs)
     if len(theirs.ranks) != theirs.shape.num_ranks:
         raise HandshakeError("ranks", theirs.shape.num_ranks, len(theirs.ranks))

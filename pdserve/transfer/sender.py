@@ -235,7 +235,8 @@ class SendSide:
         elif info.weights != self._sessions.weights:
             failure = weights_mismatch(f"{self._sessions.weights} here, {info.weights} at the decode server")
             self._turn_away(peer, key, failure)
-            room.fail(failure)
+            if room.target is None:
+                room.fail(failure)
         elif (wrong := self._validation_failure(room, info)) is not None:
             self._refuse(peer, key, wrong)
         elif room.target is None or self._supersedes(room, key):

@@ -28,7 +28,7 @@ import msgspec
 
 from pdserve.base.clock import Clock
 from pdserve.errors import HandshakeError, ProtocolError
-from pdserve.protocol.failure import Failure, weights_mismatch
+from pdserve.protocol.failure import Failure
 from pdserve.transfer.delivery import Delivery
 from pdserve.transfer.events import Address, ControlSocket, Directory, PrefillFound, PrefillNotFound, ReceiverOpened
 from pdserve.transfer.peers import (
@@ -368,7 +368,7 @@ class Sessions:
         notices += self._heard(peer)
         self._delivery.owe_ack(peer, packet.seq)
         try:
-            check_hello(self._me, hello, self._peer_sizes, is_known=peer.hello is not None)
+            check_hello(self._me, hello, self._peer_sizes)
         except HandshakeError as error:
             self.send(peer, Refusal(field=error.field, message=str(error)))
             return notices + self._refused(peer, error.field, str(error))
@@ -412,8 +412,6 @@ class Sessions:
             log.warning("handshake with %s refused: %s: %s", peer.endpoint, field, message)
             self.last_refusal = f"{peer.endpoint}: {field}: {message}"
         peer.state, peer.last_ping = PeerState.REFUSED, self._clock.now()
-        if field == WEIGHTS:
-            return self._undial(peer, weights_mismatch(message, origin=peer.endpoint))
         failure = Failure(
             code="handshake_refused", message=f"{field}: {message}", origin=peer.endpoint, retryable=False, status=500
         )

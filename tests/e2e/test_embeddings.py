@@ -150,6 +150,30 @@ def test_hidden_states_of_a_monolith(flags: tuple[str, ...], language_model: Pat
 
 
 @pytest.mark.slow
+def test_input_embeddings(language_model: Path) -> None:
+    """Through a pair and two tensor ranks: the tokens of the same prompt as token ids."""
+    prompt = [(7 * i) % (VOCAB_SIZE - 3) + 3 for i in range(50)]
+    embeds = load_reference(language_model).model.embed_tokens.weight.detach()[prompt].tolist()
+    body = {"sampling_params": {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}}
+
+    def outputs(url: str) -> list[list[int]]:
+        bodies = ({"input_ids": prompt}, {"input_embeds": embeds}, {"input_embeds": embeds})
+        answers = [requests.post(f"{url}/generate", json=body | own, timeout=120) for own in bodies]
+        assert all(answer.status_code == 200 for answer in answers), [answer.text for answer in answers]
+        assert answers[2].json()["meta_info"]["cached_tokens"] == 48, "equal embeddings share cached KV"
+        return [answer.json()["output_ids"] for answer in answers]
+
+    with running_pair(str(language_model), *FLAGS) as pair:
+        expected, *found = outputs(pair.url)
+        assert found == [expected] * 2
+        assert_idle(*pair.workers)
+    for flags in (("--tp-size", "2"), ("--pp-size", "2")):
+        with running_monolith(str(language_model), *FLAGS, *flags) as server:
+            assert outputs(server.url) == [expected] * 3
+            assert_idle(server)
+
+
+@pytest.mark.slow
 def test_scores_of_labels(language_model: Path) -> None:
     items, labels = [[9, 10, 11], [12]], [5, 300, 7]
     with running_monolith(str(language_model), *FLAGS) as server:

@@ -23,7 +23,11 @@ from tests.tiny import Family
 
 LATER = r"^/(start_profile|stop_profile|v1/tokenize|v1/detokenize)$"
 """Left out of the quick run: slow, or other names of others."""
-UNDO = {"/pause_generation": "/continue_generation", "/start_profile": "/stop_profile"}
+UNDO = {
+    "/pause_generation": "/continue_generation",
+    "/start_profile": "/stop_profile",
+    "/release_memory_occupation": "/resume_memory_occupation",
+}
 """What ends what these paths begin for everybody."""
 SHORT = {"max_new_tokens": 3}
 SOUND: dict[str, dict[str, Any]] = {

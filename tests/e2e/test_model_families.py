@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,16 @@ def test_a_native_and_a_transformers_server_of_a_moe_model_are_a_pair_only_with_
             assert tokens_of(generate_batch(pair.url, bodies_of(prompts, NEW_TOKENS))) == expected
             assert_idle(*pair.workers)
     FAMILIES["qwen3_moe"].write(tmp_path, seed=1)
-    _check_refused("weights", (str(path), *NUMBERS, *impls[0]), (str(tmp_path), *NUMBERS, *impls[1]))
+    prefill = start_server(str(path), "prefill", *NUMBERS, *impls[0])
+    servers = [prefill, start_server(str(tmp_path), "decode", *NUMBERS, *impls[1])]
+    with running(*servers):
+        room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.bootstrap_port, "bootstrap_room": 4711}
+        body = {"input_ids": [5, 6], **room}
+        with ThreadPoolExecutor(2) as pool:
+            halves = pool.map(lambda it: requests.post(f"{it.url}/generate", json=body, timeout=60), servers)
+        for half in halves:
+            assert half.status_code == 503 and half.json()["error"]["code"] == "weights_mismatch", half.text
+        assert_idle(*servers)
 
 
 def _check_refused(field: str, prefill: Sequence[str], decode: Sequence[str]) -> None:

@@ -99,8 +99,25 @@ def run_updates(models: Models, url: str, change: Callable[[Path, str], None], *
     return check(models, load.answers, "first")
 
 
-def test_a_monolith_changes_its_weights_under_load(models: Models) -> None:
-    with running_monolith(str(models.paths[0]), *FLAGS, "--weight-version", "first") as server:
+STORE = (
+    *("--enable-hierarchical-cache", "--hicache-ratio", "2", "--hicache-storage-backend", "memory"),
+    *("--hicache-storage-backend-extra-config", '{"prefetch_threshold": 16, "prefetch_timeout_base": 1.0}'),
+    *("--kv-events-config", '{"publisher": "zmq", "endpoint": "tcp://*:0"}'),
+)
+SPLITS = {
+    "tp": ("--tp-size", "2"),
+    "pp": ("--pp-size", "2"),
+    "dp": ("--dp-size", "2"),
+    "store": STORE,
+    "store-tp": (*STORE[:-2], "--tp-size", "2"),
+}
+
+
+@pytest.mark.parametrize("flags", ["", *(pytest.param(name, marks=pytest.mark.slow) for name in SPLITS)])
+def test_a_monolith_changes_its_weights_under_load(models: Models, flags: str) -> None:
+    """Split over ranks, with replicas, and with a store: the pages of each version have keys of their own."""
+    more = SPLITS.get(flags, ())
+    with running_monolith(str(models.paths[0]), *FLAGS, *more, "--weight-version", "first") as server:
 
         def change(path: Path, version: str) -> None:
             answer = update(server.url, path, version)

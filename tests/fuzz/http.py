@@ -32,7 +32,10 @@ WARM_UP = 1000
 ALLOWED_5XX = {503, 504}
 LEFT_OUT = frozenset({"/pd_role_switch", "/start_profile", "/stop_profile"})
 """They change what the server is, or write files."""
-UNDO = {"/pause_generation": "/continue_generation"}
+UNDO = {
+    "/pause_generation": "/continue_generation",
+    "/release_memory_occupation": "/resume_memory_occupation",
+}
 HEADERS = {"Content-Type": "application/json"}
 CHAT, COMPLETIONS, GENERATE, RESPONSES = "/v1/chat/completions", "/v1/completions", "/generate", "/v1/responses"
 MESSAGES = "/v1/messages"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 
 from pdserve.base.parallel import ParallelShape
+from pdserve.errors import HandshakeError
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.scheduler.weights_update import WeightsUpdater
 from pdserve.sim.cluster import Cluster, Layout
@@ -19,7 +20,7 @@ from pdserve.sim.shape import Prompt, Shape
 from pdserve.sim.updates import NUM_ROUNDS
 from pdserve.transfer import sessions
 from pdserve.transfer.sessions import Sessions
-from pdserve.transfer.wire import Hello
+from pdserve.transfer.wire import WEIGHTS, Hello
 from tests.world.workload import with_groups, with_states, workload
 
 Patch = pytest.MonkeyPatch
@@ -122,12 +123,14 @@ def held_requests_are_forgotten(patch: Patch) -> None:
     patch.setattr(WeightsUpdater, "_release", forget)
 
 
-def a_late_hello_is_compared_anew(patch: Patch) -> None:
-    """A repeated Hello of a session that began with the former weights ends the session."""
+def a_handshake_compares_the_weights(patch: Patch) -> None:
+    """A late Hello with the former weights ends a session in which rooms are open."""
     check = sessions.check_hello
 
-    def strict(ours: Hello, theirs: Hello, sizes: Mapping[str, int], *, is_known: bool = False) -> None:
+    def strict(ours: Hello, theirs: Hello, sizes: Mapping[str, int]) -> None:
         check(ours, theirs, sizes)
+        if ours.facts[WEIGHTS] != theirs.facts[WEIGHTS]:
+            raise HandshakeError(WEIGHTS, ours.facts[WEIGHTS], theirs.facts[WEIGHTS])
 
     patch.setattr(sessions, "check_hello", strict)
 
@@ -136,7 +139,7 @@ SLOW_BUGS = (
     (a_prefix_outlives_its_weights, 0),
     (running_requests_go_on_with_other_weights, 0),
     (held_requests_are_forgotten, 0),
-    (a_late_hello_is_compared_anew, 56),
+    (a_handshake_compares_the_weights, 56),
 )
 BUGS = [(a_room_compares_no_weights, 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_BUGS)]
 

@@ -223,6 +223,7 @@ class NativeDecoder:
             program.embed_packed(self._x, self._embedding, scale=embedding.scale)
         elif self._embeds_itself and embedding is not None:
             program.embed(self._x, embedding.weight, scale=embedding.scale)
+        self._embedded = program.num_ops
         for local, (layer, packed) in enumerate(zip(model.layers, self._layers, strict=True)):
             for sublayer, weights in zip(layer.sublayers, packed, strict=True):
                 self._record(local, sublayer, weights)
@@ -265,6 +266,10 @@ class NativeDecoder:
             assert self._model.read_embedding is not None, "set the embedding that the layers read"
             program.view(self._embeds, num_tokens).copy_(self._model.read_embedding(batch.input_ids))
         sync_points = self._sync_points
+        if batch.embeds is not None and self._model.embedding is not None:
+            embeds = batch.embeds
+            embedded = SyncPoint(self._embedded, lambda n: embeds.put(program.view(self._x, n)))
+            sync_points = [embedded, *sync_points]
         if on_layer is not None or taps is not None:
             added = [] if on_layer is None else self._layer_sync_points(on_layer)
             added += [] if taps is None else self._tap_sync_points(taps)

@@ -57,9 +57,18 @@ def batch_size(path: str, body: dict[str, Any]) -> int | None:
         prompts = body.get("prompt")
     else:
         prompts = body.get("text") if body.get("input_ids") is None else body["input_ids"]
+        if prompts is None:
+            prompts = _prompts_of_embeds(body.get("input_embeds"))
     if isinstance(prompts, list) and prompts and isinstance(prompts[0], (str, list)):
         return len(prompts) if len(prompts) <= MAX_SEQUENCES else None
     return None
+
+
+def _prompts_of_embeds(embeds: Any) -> Any:
+    """Return `input_embeds` if it has several prompts, each a text or float lists; None for a single one."""
+    first = embeds[0] if isinstance(embeds, list) and embeds else None
+    is_batch = isinstance(first, str) or (isinstance(first, list) and bool(first) and isinstance(first[0], list))
+    return embeds if is_batch else None
 
 
 def num_sequences(body: dict[str, Any]) -> int:

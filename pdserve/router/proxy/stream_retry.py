@@ -124,6 +124,7 @@ class StreamProgress:
         self._token_ids: list[int] = []
         self._cached_tokens = 0
         self._cached_details: dict[str, int | None] | None = None
+        self._weights = ""
         self._logprobs: list[Any] = []
         self._tail: str | None = None
         self._passed_on = False
@@ -197,6 +198,8 @@ class StreamProgress:
         resume |= {"head": self._head, "token_ids": self._token_ids, "cached_tokens": self._cached_tokens}
         if self._cached_details is not None:
             resume["cached_details"] = self._cached_details
+        if self._weights:
+            resume["weights"] = self._weights
         if self._logprobs:
             resume["logprobs"] = self._logprobs
         return self._body | {RESUME_FIELD: resume}
@@ -224,7 +227,7 @@ class StreamProgress:
             self._token_ids += state.token_ids
             self._logprobs += state.logprobs or []
             self._cached_tokens, self._tail = state.cached_tokens, state.tail
-            self._cached_details = state.cached_details
+            self._cached_details, self._weights = state.cached_details, state.weights or self._weights
         if self.failure is None and self._may_go_on and shown.startswith(self._form.error):
             self.failure = _retryable(shown)
             self._moved = None if self.failure is None or self.failure.code != MIGRATED else _moved(shown)

@@ -248,6 +248,8 @@ class OutgoingMigrations:
             return not_migratable("the request has no output yet")
         if req.spec.hidden is not None:
             return not_migratable("the request returns hidden states")
+        if req.spec.input_embeds:
+            return not_migratable("the request has input embeddings")
         if command.room in self._by_room:
             return not_migratable("the migration's room is in use")
         return None

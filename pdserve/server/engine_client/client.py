@@ -99,7 +99,7 @@ class EngineClient:
         self._queries = EngineQueries(channel)
         self.watchdog = SchedulerWatchdog()
         self._ready = None if former is None else former.require_ready()
-        self._weights = None if self._ready is None else weights_of(self._ready)
+        self.weights = None if self._ready is None else weights_of(self._ready)
         self._became_ready = asyncio.Event()
         if former is not None:
             self._queries.paused = former.paused
@@ -143,7 +143,7 @@ class EngineClient:
     @property
     def weight_version(self) -> str | None:
         """Name of the version of the weights in use; None while the engine starts."""
-        return None if self._weights is None else self._weights[0]
+        return None if self.weights is None else self.weights[0]
 
     @property
     def engine_lost(self) -> bool:
@@ -425,7 +425,7 @@ class EngineClient:
 
     def _take_ready(self, message: EngineReady) -> None:
         """Take the facts of an engine that has started, changed its role, or changed its weights."""
-        self._ready, self._weights = message, weights_of(message)
+        self._ready, self.weights = message, weights_of(message)
         self.watchdog.begin()
         if not self._became_ready.is_set():
             self._became_ready.set()
@@ -451,7 +451,7 @@ class EngineClient:
         if failure is not None and failure.status != ABORTED_STATUS:  # an aborted sequence keeps its text
             self._fail(sequence, failure)
             return
-        if not sequence.generation.computed_with(self._weights) and output.token_ids:
+        if not sequence.generation.computed_with(self.weights) and output.token_ids:
             self._fail(sequence, MIXED_WEIGHTS)
             return
         try:

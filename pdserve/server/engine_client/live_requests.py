@@ -148,6 +148,7 @@ QUEUE_FULL = "queue_full"
 """Error code of the refusal, here and in the scheduler."""
 MAX_WAITING_TOKENS = 1 << 24
 """Prompt tokens per replica: about 1.2 GB, because a token takes about 36 bytes in each of the two processes."""
+BYTES_OF_TOKEN = 36
 WAITING_CONTEXTS = 16
 """Full contexts per replica that may always wait."""
 ROWS_AHEAD = 4
@@ -206,7 +207,7 @@ class WaitingRequests:
         most_tokens = self._num_replicas * max(MAX_WAITING_TOKENS, WAITING_CONTEXTS * capacity)
         if len(self._tokens) + len(requests) > self._most:
             message = f"{len(self._tokens)} requests wait already"
-        elif self._num_tokens + sum(len(request.given_ids) for request in requests) > most_tokens:
+        elif self._num_tokens + sum(map(_num_tokens, requests)) > most_tokens:
             message = f"requests of {self._num_tokens} prompt tokens wait already"
         else:
             return
@@ -221,7 +222,7 @@ class WaitingRequests:
     def add(self, request: GenerateRequest) -> None:
         """Count a sequence that is sent to the scheduler."""
         self._retry_after.sample(self._num_begun)
-        num_tokens = self._tokens[request.rid] = len(request.given_ids)
+        num_tokens = self._tokens[request.rid] = _num_tokens(request)
         self._num_tokens += num_tokens
 
     def discard(self, rid: str) -> None:
@@ -230,6 +231,11 @@ class WaitingRequests:
         if num_tokens is not None:
             self._num_tokens -= num_tokens
             self._num_begun += 1
+
+
+def _num_tokens(request: GenerateRequest) -> int:
+    """Return the tokens of a request, and for its input embeddings as many as have their size."""
+    return len(request.given_ids) + len(request.input_embeds) // BYTES_OF_TOKEN
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -89,7 +89,8 @@ class GenerationCall(abc.ABC):
 
     def __init__(self, context: ServerContext, body: OpenAIBody, states: list[RequestState], n: int) -> None:
         """`states[p * n + j]` is output j of prompt p."""
-        resume_stream(states, body.pdserve_resume, context.limits().vocab_size, stream=bool(body.stream))
+        limits, weights = context.limits(), context.weights_in_use
+        resume_stream(states, body.pdserve_resume, limits.vocab_size, stream=bool(body.stream), weights=weights)
         self.context = context
         self.body = body
         self.states = states

@@ -53,6 +53,9 @@ TokenIds = Annotated[Any, _any_of(_SOME_IDS, _list(_SOME_IDS, minItems=1))]
 """Token ids of one prompt, or a list of token id lists."""
 Prompts = Annotated[Any, _any_of(_SOME_TEXT, _list(_SOME_TEXT, minItems=1), _SOME_IDS, _list(_SOME_IDS, minItems=1))]
 """A text or token ids, or a list of either."""
+_EMBEDS: Schema = {"anyOf": [_SOME_TEXT, _list({"type": "array", "items": {"type": "number"}}, minItems=1)]}
+InputEmbeds = Annotated[Any, _any_of(_EMBEDS, _list(_EMBEDS, minItems=1))]
+"""Float lists, one for each token, or their base64; or a list of either."""
 QueryText = Annotated[Any, _any_of(_SOME_TEXT, _SOME_IDS)]
 """A text, or token ids."""
 ScoredItems = Annotated[Any, _any_of(_SOME_TEXT, _list(_TEXT, minItems=1), _list(_IDS, minItems=1))]

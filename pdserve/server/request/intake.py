@@ -20,6 +20,8 @@ from pdserve.base.log import current_request_id
 from pdserve.base.stream_state import RESUME_FIELD
 from pdserve.config.groups import DisaggMode
 from pdserve.errors import RequestError
+from pdserve.protocol.failure import weights_mismatch
+from pdserve.protocol.hidden_states import salt_of_embeds
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.messages import FAKE_BOOTSTRAP_HOST, MAX_ROOM, GenerateRequest, RoomAddress
 from pdserve.protocol.sampling import CoreSamplingParams
@@ -352,11 +354,24 @@ def make_requests(
 def with_salts(prompts: Sequence[GenerateRequest], body: Any) -> Sequence[GenerateRequest]:
     """Give each prompt its cache salt, from `cache_salt` and `extra_key` of a body: text, or a list by prompt.
 
-    One of them alone is the salt; both together are another salt than either.
+    One of them alone is the salt; both together are another salt than either. The salt of a prompt of input embeddings
+    also depends on these.
 
     Raises:
         RequestError: 400 naming the field, for a salt that is empty, too long, or has a NUL.
     """
+    prompts = _with_given_salts(prompts, body)
+    if not any(prompt.input_embeds for prompt in prompts):
+        return prompts
+    return [
+        msgspec.structs.replace(prompt, cache_salt=salt_of_embeds(prompt.cache_salt, prompt.input_embeds))
+        if prompt.input_embeds
+        else prompt
+        for prompt in prompts
+    ]
+
+
+def _with_given_salts(prompts: Sequence[GenerateRequest], body: Any) -> Sequence[GenerateRequest]:
     if body.cache_salt is None and body.extra_key is None:
         return prompts
     parts = [
@@ -387,17 +402,26 @@ def attaches(body: TransferAddress) -> bool:
 
 
 def resume_stream(
-    states: Sequence[RequestState], resume: Resume | None, vocab_size: int, *, stream: bool, logprobs: bool = False
+    states: Sequence[RequestState],
+    resume: Resume | None,
+    vocab_size: int,
+    *,
+    stream: bool,
+    weights: str,
+    logprobs: bool = False,
 ) -> None:
     """Give the request the output of an earlier attempt on another server; does nothing if `resume` is None.
 
-    `logprobs`: each event repeats the logprobs of all tokens so far, if the request wants any.
+    `weights`: those of this server, see `weights_name`. `logprobs`: each event repeats the logprobs of all tokens so
+    far, if the request wants any.
 
     Raises:
-        RequestError: 400, `resume` does not fit the request.
+        RequestError: 400, `resume` does not fit the request; 503, its tokens are of other weights.
     """
     if resume is None:
         return
+    if resume.weights not in ("", weights) and resume.attach is None:
+        raise weights_mismatch(f"{weights} here, {resume.weights} of the tokens so far").error()
     if not stream or len(states) != 1:
         raise RequestError(f"{RESUME_FIELD} needs a stream of one sequence", field=RESUME_FIELD)
     request = states[0].request

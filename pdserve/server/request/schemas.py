@@ -17,6 +17,7 @@ from pdserve.server.request.field_types import (
     DecodedIds,
     Flags,
     Hosts,
+    InputEmbeds,
     JsonSchema,
     Names,
     PickedIds,
@@ -40,13 +41,8 @@ Priority = Annotated[int, msgspec.Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
 """Scheduling priority: higher runs first, unless the server was started otherwise; it is that of all prompts of a body.
 """
 
-UNSUPPORTED_NATIVE = (
-    "audio_data", "image_data", "input_embeds",
-    "return_routed_experts", "video_data",
-)  # fmt: skip
-UNSUPPORTED_OPENAI = (
-    "input_embeds", "lora_path", "return_hidden_states", "session_params",
-)  # fmt: skip
+UNSUPPORTED_NATIVE = ("audio_data", "image_data", "return_routed_experts", "video_data")
+UNSUPPORTED_OPENAI = ("input_embeds", "lora_path", "return_hidden_states", "session_params")
 UNSUPPORTED_CHAT = (
     *UNSUPPORTED_OPENAI,
     "audio", "echo", "function_call", "functions", "modalities", "prediction", "verbosity", "web_search_options",
@@ -94,6 +90,7 @@ class GenerateBody(msgspec.Struct):
 
     text: Texts = None
     input_ids: TokenIds = None
+    input_embeds: InputEmbeds = None
     sampling_params: SamplingFields = None
     custom_logit_processor: Names = None
     stream: bool | None = None

@@ -51,6 +51,8 @@ from pdserve.server.request.sampling_fields import NativeNames, RequestLimits, c
 from pdserve.server.request.schemas import UNSUPPORTED_NATIVE, GenerateBody, NativeSampling
 from pdserve.server.session_store import SessionTurn
 from pdserve.server.sglang_api.hidden_states import hidden_states, with_hidden_states
+from pdserve.server.sglang_api.input_embeds import FIELD as EMBEDS_FIELD
+from pdserve.server.sglang_api.input_embeds import check_embeds_alone, embeds_of, is_batch, placeholders, with_embeds
 from pdserve.server.sglang_api.sessions import begin_turn
 
 MAX_TOKEN_IDS = 1024
@@ -271,7 +273,7 @@ def _finish(update: GenerationUpdate) -> dict[str, Any] | None:
 async def _prompts(context: ServerContext, body: GenerateBody) -> tuple[list[list[int]], str, bool]:
     """Return the token ids of every prompt, the name of their field, and whether the field is a batch."""
     if (body.text is None) == (body.input_ids is None):
-        raise RequestError("exactly one of text and input_ids must be given", field="text")
+        raise RequestError("exactly one of text, input_ids and input_embeds must be given", field="text")
     field = "text" if body.text is not None else "input_ids"
     value = body.text if body.text is not None else body.input_ids
     prompts, batch = as_prompts(value, field, allow_text=field == "text", allow_ids=field == "input_ids")
@@ -354,7 +356,13 @@ async def prepare_generate(
     context.check_model(body.model)
     if body.lora_path is not None and not context.config.lora.is_on:
         raise RequestError("lora_path: this server has no LoRA adapters (--enable-lora)", field="lora_path")
-    prompts, field, batch = await _prompts(context, body)
+    embeds: list[bytes] = []
+    if body.input_embeds is None:
+        prompts, field, batch = await _prompts(context, body)
+    else:
+        check_embeds_alone(body)
+        embeds, field, batch = await embeds_of(context, body.input_embeds), EMBEDS_FIELD, is_batch(body.input_embeds)
+        prompts = placeholders(context, embeds)
     several = isinstance(body.sampling_params, list)
     names = [
         NativeNames(prompt_field(field, i, batch=batch), prompt_field("sampling_params", i, batch=several))
@@ -382,12 +390,15 @@ async def prepare_generate(
     ]  # fmt: skip
     if body.pdserve_resume is not None:
         body.rid = body.rid or body.pdserve_resume.head.id
+    if embeds:
+        prompt_requests = with_embeds(prompt_requests, embeds)
     prompt_requests = with_hidden_states(context, body, prompt_requests, n, listed=listed)
     with NativeNames(field, "sampling_params").inside():
         states = context.make_requests(prompt_requests, n, body, field, stream=bool(body.stream))
     repeats = not context.config.serving.incremental_streaming_output
     one = bool(body.stream) and not listed
-    resume_stream(states, body.pdserve_resume, limits.vocab_size, stream=one, logprobs=repeats)
+    resume = body.pdserve_resume
+    resume_stream(states, resume, limits.vocab_size, stream=one, weights=context.weights_in_use, logprobs=repeats)
     if len(states) == 1:
         states[0].origin = RequestOrigin(GENERATE_PATH, raw, {"id": states[0].name})
     return GenerateCall(context, body, states, listed, started_s, turn)

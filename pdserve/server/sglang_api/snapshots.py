@@ -88,11 +88,11 @@ async def take_snapshot(context: ServerContext, state: RequestState, *, with_kv:
 
     Raises:
         RequestError: 404, the sequence has ended; 409, another snapshot of it is being taken; 400, it returns hidden
-            states.
+            states or has input embeddings.
         EngineDeadError: the engine is dead.
     """
-    if state.request.hidden is not None:
-        message = f"request {state.name!r} returns hidden states, which a snapshot does not have"
+    if state.request.hidden is not None or state.request.input_embeds:
+        message = f"request {state.name!r} has input embeddings or returns hidden states; a snapshot has neither"
         raise RequestError(message, field="rid", code="unsupported")
     extracted = await context.client.extract(state.request.rid, with_kv=with_kv, keep=keep)
     if state.outcome not in ("", "suspended"):  # a stop string in the text of its last tokens

@@ -435,3 +435,30 @@ def test_blocks_of_the_host_tier_have_a_medium_of_their_own_and_survive_a_clear_
     assert [event.medium for event in snapshot if isinstance(event, BlockStored)] == ["CPU"]
     host.clear()
     assert events() == [("BlockRemoved", "CPU", pages)]
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_pages_of_other_weights_have_other_keys_also_where_the_sink_was_full(is_full: bool) -> None:
+    sink, other = Collected(), KeyNamespace("w2", True, "l1", "float32", PAGE_TOKENS)
+    recorder = CacheRecorder(sink)
+    tree = RadixTree(PAGE_TOKENS, recorder=recorder)
+    stream = KVEventStream(NAMESPACE, GROUPS, wire_form="map", buffer_steps=3)
+    tokens = token_bytes(list(range(PAGE_TOKENS)))
+
+    def hashes() -> list[int]:
+        recorder.flush(tree.describe)
+        batches = [batch for changes in sink.take() for batch in stream.apply(changes)]
+        events = [event for batch in batches for event in events_of(batch.payload)]
+        return [number for event in events if isinstance(event, BlockStored) for number in event.block_hashes]
+
+    tree.insert(tokens, [1])
+    (before,) = hashes()
+    sink.has_room = not is_full
+    tree.clear()
+    recorder.weights_changed(other)
+    assert hashes() == []
+    sink.has_room = True
+    tree.insert(tokens, [1])
+    (after,) = hashes()
+    chains = [space.chain(space.root(), tokens)[0] for space in (NAMESPACE, other)]
+    assert [before, after] == [short_hash(digest) for digest in chains]

@@ -57,6 +57,7 @@ class TextExecutor(CountingExecutor):
         logprobs: Logprobs | None,
         draft_hidden: bytes = b"",
         hidden: HiddenParams | None = None,
+        input_embeds: bytes = b"",
     ) -> None:
         self._rows[row] = num_prompt_tokens, len(token_ids)
 

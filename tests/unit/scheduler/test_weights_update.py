@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 
 from pdserve.protocol.messages import AbortRequest, CommandReply, OutputBatch, PauseGeneration
 from pdserve.protocol.weights import EndWeightsUpdate, HoldRequests, InstallWeights, PrepareWeights
+from pdserve.scheduler.roles.prefill import PrefillRole
 from pdserve.scheduler.weights_update import InstalledWeights, WeightsUpdater
+from pdserve.transfer.room import KVPoll
+from pdserve.transfer.wire import MemoryKey
 from tests.unit.scheduler.kit import Mono
 
 LONG = list(range(5, 45))
@@ -194,3 +199,21 @@ def test_paused_requests_cannot_end_so_the_update_is_refused(mode: str) -> None:
     mono.step()
     mono.hold()
     assert mono.replies["hold"] == "generation is paused with 1 requests, which cannot end"
+
+
+@pytest.mark.parametrize(
+    ("key", "state", "withdrawn"),
+    [
+        (None, KVPoll.BOOTSTRAPPING, True),
+        (MemoryKey(1, 1, "decode"), KVPoll.BOOTSTRAPPING, False),
+        (None, KVPoll.FAILED, False),
+    ],
+)
+def test_a_prompt_whose_decode_server_is_known_is_not_withdrawn(
+    key: MemoryKey | None, state: KVPoll, withdrawn: bool
+) -> None:
+    """Its pages are known to this room alone, also while the ranks still connect. The next room would wait for them."""
+    role = PrefillRole.__new__(PrefillRole)
+    req = SimpleNamespace(rid="r", sender=SimpleNamespace(key=key, poll=lambda: state))
+    role._bootstrap, role._optimistic = {"r": req}, ()  # type: ignore[assignment, dict-item]
+    assert role._may_withdraw(req) is withdrawn  # type: ignore[arg-type]

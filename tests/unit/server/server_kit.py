@@ -175,6 +175,7 @@ class ScriptedScheduler:
         self.timing = RequestTiming(queue_s=0.5, kv_bytes=1024, kv_pages=2)
         self.logprob: Callable[[int], float] = lambda token_id: -0.25
         """Log probability of an output token."""
+        self.takes_embeds = True
         self.first_hidden = 0
         """Position of the first hidden state that is sent."""
         self.picked: Callable[[GenerateRequest], list[float]] = lambda request: (
@@ -289,6 +290,7 @@ class ScriptedScheduler:
             facts={"dtype": "float32", "weights_fingerprint": "w", "layout_fingerprint": "l", "page_tokens": 4},
             hidden_size=4,
             pooling=self.pooling,
+            takes_embeds=self.takes_embeds,
         )
 
     def _switch(self, command: SwitchRole) -> None:

@@ -78,11 +78,8 @@ async def test_commands_need_the_admin_key_where_there_is_one(tokenizer: Tokeniz
     async with bench(tokenizer, access=AccessConfig(api_key=KEY, admin_api_key=ROOT)) as b:
         for path in sorted(COMMANDS):
             assert (await b.http.get(path, headers=bearer(KEY))).status_code == 401
-            assert (await b.http.get(path, headers=bearer(ROOT))).status_code in (
-                200,
-                400,
-                405,
-            )  # 400: a field is missing
+            answer = await b.http.get(path, headers=bearer(ROOT))
+            assert answer.status_code not in (401, 403, 404), "a missing field is 400, released memory 503"
         for key in (KEY, ROOT):
             assert (await b.http.post("/generate", json=GENERATE, headers=bearer(key))).status_code == 200
     async with bench(tokenizer, access=AccessConfig(admin_api_key=ROOT)) as b:

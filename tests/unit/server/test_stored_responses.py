@@ -8,11 +8,13 @@ import openai
 import pytest
 
 from pdserve.config.access_group import AccessConfig
+from pdserve.config.pairing_group import PairingConfig
 from pdserve.errors import RequestError
 from pdserve.http.response_store import HISTORY_FIELD, ResponseStore, StoreLimits
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.chat_kit import long_context, openai_bench
 from tests.unit.server.server_kit import bench
+from tests.unit.server.test_single_requests import FakePrefill
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("long_context")]
 __all__ = ["long_context"]
@@ -120,6 +122,23 @@ async def test_a_server_of_a_pair_stores_nothing_itself(tokenizer: Tokenizer) ->
         assert answer.status_code == 400 and "through pdserve's router" in answer.json()["error"]["message"]
         answer = await b.http.post("/v1/responses", json={**room, "store": True})
         assert answer.status_code == 200 and answer.json()["store"] is False
+
+
+@pytest.mark.asyncio
+async def test_a_decode_server_without_a_router_stores_and_sends_the_conversation(tokenizer: Tokenizer) -> None:
+    prefill = await FakePrefill().start()
+    try:
+        pairing = PairingConfig(disaggregation_prefill=prefill.url)
+        async with bench(tokenizer, "decode", pairing=pairing) as b:
+            first = (await b.http.post("/v1/responses", json={"input": "one"})).json()
+            assert first["store"] is True and prefill.bodies[-1][HISTORY_FIELD] == []
+            body = {"input": "two", "previous_response_id": first["id"]}
+            second = (await b.http.post("/v1/responses", json=body)).json()
+            assert [item["role"] for item in prefill.bodies[-1][HISTORY_FIELD]] == ["user", "assistant"]
+            assert "user: one" in prompt_of(b, tokenizer)
+            assert (await b.http.get(f"/v1/responses/{second['id']}")).json() == second
+    finally:
+        await prefill.stop()
 
 
 def stored(store: ResponseStore, name: str, owner: str = "", size: int = 10) -> bool:
