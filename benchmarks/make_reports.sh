@@ -20,7 +20,7 @@ stop() {
 trap 'stop; rm -rf "$LOGS"' EXIT
 
 bench() { # bench LABEL: one command, three files
-    timeout 120 python -m pdserve bench --base-url "http://127.0.0.1:$PORT" --ready-check-timeout-sec 60 --label "$1" \
+    timeout 300 python -m pdserve bench --base-url "http://127.0.0.1:$PORT" --ready-check-timeout-sec 180 --label "$1" \
         --random-input-len 256 --random-output-len 32 --ignore-eos --num-prompts 24 --request-rate 1 2 4 \
         --goodput ttft:1000 tpot:100 \
         --output-html "docs/reports/bench-$1.html" --output-png "docs/images/bench-$1.png" \
