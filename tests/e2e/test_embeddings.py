@@ -61,6 +61,7 @@ def _vectors(server: Server, **fields: Any) -> Vectors:
     return np.array([one.embedding for one in answer.data], dtype=np.float32)
 
 
+@pytest.mark.slow
 def test_vectors_of_transformers(checkpoint: Path) -> None:
     with running_monolith(str(checkpoint), "--is-embedding", *FLAGS) as server:
         expected = _expected(checkpoint)

@@ -19,7 +19,7 @@ from pdserve.sim.shape import request
 from pdserve.sim.world import Prompt, RequestHalf, Shape, World, monolith_halves
 from tests.world.workload import workload
 
-NUM_SEEDS = 8
+NUM_SEEDS = 4
 
 
 def _workload(seed: int) -> tuple[Shape, list[Prompt]]:
@@ -97,7 +97,7 @@ def _play_alone(seed: int) -> int:
 
 @pytest.mark.parametrize("faults", [Faults(), Faults(lost=0.1, abort=0.02)])
 def test_a_pair_has_the_monoliths(faults: Faults) -> None:
-    assert sum(_play(seed, faults) for seed in range(NUM_SEEDS)) > 200
+    assert sum(_play(seed, faults) for seed in range(NUM_SEEDS)) > 100
 
 
 def test_retracted_requests_send_each_once() -> None:
