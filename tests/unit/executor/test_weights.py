@@ -13,9 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from pdserve.config.speculative_group import SpeculativeConfig
 from pdserve.errors import ModelError
 from pdserve.executor.weights import TensorInMemory, WeightsSource
 from tests.driver import Driver, build, random_prompt
+from tests.model_families import FAMILIES, KIMI
+from tests.mtp import write_with_mtp
+from tests.quantized import SCHEMES, make_groups, write_quantized
 from tests.tiny import VOCAB_SIZE, make_tiny
 
 PROMPT = random_prompt(40, VOCAB_SIZE)
@@ -29,7 +33,9 @@ def tokens(driver: Driver) -> list[int]:
 def swap(driver: Driver, source: WeightsSource) -> None:
     weights = driver.built.weights
     assert weights is not None
-    weights.install(weights.prepare(source).result(timeout=60))
+    prepared = weights.prepare(source).result(timeout=60)
+    assert prepared is not None
+    weights.install(prepared)
 
 
 @pytest.fixture(scope="module")
@@ -117,3 +123,46 @@ def test_a_second_copy_needs_memory(pair: tuple[Path, Path], monkeypatch: pytest
     monkeypatch.setattr("pdserve.executor.weights.free_bytes", lambda device: 1 << 10)
     error = weights.prepare(WeightsSource(str(pair[1]))).exception(timeout=60)
     assert isinstance(error, ModelError) and "this host has 0 MB free" in str(error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_next", "deepseek_v32", "gpt_oss", "qwen3_moe", "gemma3_text", KIMI])
+@pytest.mark.parametrize("impl", ["native", "transformers"])
+def test_families_take_other_weights(name: str, impl: Literal["native", "transformers"], tmp_path: Path) -> None:
+    """Recurrent layers, latents, experts and windows, by the kernels and by transformers."""
+    if impl == "transformers" and name in ("deepseek_v32", KIMI):
+        pytest.skip("transformers does not run it")
+    family = FAMILIES[name]
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for seed, path in enumerate(paths):
+        family.write(path, seed)
+    expected = [tokens(Driver(build(path, model_impl=impl, dtype="bfloat16"))) for path in paths]
+    driver = Driver(build(paths[0], model_impl=impl, dtype="bfloat16"))
+    assert tokens(driver) == expected[0] != expected[1]
+    swap(driver, WeightsSource(str(paths[1])))
+    assert tokens(driver) == expected[1]
+
+
+@pytest.mark.slow
+def test_the_model_that_drafts_changes_with_its_target(tmp_path: Path) -> None:
+    speculative = SpeculativeConfig(speculative_algorithm="NEXTN", speculative_num_steps=2)
+    paths = [write_with_mtp("qwen3_next", tmp_path / name, seed=seed) for seed, name in enumerate("ab")]
+    fresh = Driver(build(paths[1], dtype="bfloat16", speculative=speculative))
+    driver = Driver(build(paths[0], dtype="bfloat16", speculative=speculative))
+    swap(driver, WeightsSource(str(paths[1])))
+    ours, theirs = driver.built.drafter, fresh.built.drafter
+    assert ours is not None and theirs is not None and ours.weight_samples() == theirs.weight_samples()
+    assert tokens(driver) == tokens(fresh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["fp8, block of groups", "awq"])
+def test_quantized_weights_stay_packed(scheme: str, tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in "ab"]
+    for seed, path in enumerate(paths):
+        write_quantized(make_groups("qwen3", tmp_path / f"plain-{seed}", seed=seed), path, SCHEMES[scheme])
+    driver = Driver(build(paths[0], dtype="bfloat16"))
+    expected = tokens(Driver(build(paths[1], dtype="bfloat16")))
+    before = driver.built.executor.weight_bytes
+    swap(driver, WeightsSource(str(paths[1])))
+    assert tokens(driver) == expected and driver.built.executor.weight_bytes == before
