@@ -41,7 +41,6 @@ from pdserve.executor.logit_processors import LogitProcessors
 from pdserve.executor.loras import LoraAdapters
 from pdserve.executor.model_in_use import ModelInUse, ModelParts
 from pdserve.executor.model_runner import Collect, NativeDecode, OnLayer, choose_runner
-from pdserve.executor.named_weights import NamedWeights
 from pdserve.executor.sampler import Found, TokenSampler, choose_with_torch, d2h_copy, d2h_copy_after, to_host
 from pdserve.executor.slot_stamps import SlotCopies, SlotStamps, StampWrites, copy_slots
 from pdserve.executor.token_outputs import StepOutputs, read_token_outputs
@@ -83,7 +82,7 @@ class _Step:
     backlog: Backlog | None = None
 
 
-class LocalExecutor(ModelInUse, NamedWeights):
+class LocalExecutor(ModelInUse):
     """Implements `Executor` for one rank. `context_length`: most tokens of a row, prompt and output together.
 
     `layout` is the whole model's; `pools` and `attention` belong to this rank's part of it.

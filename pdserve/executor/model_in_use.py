@@ -27,6 +27,7 @@ from pdserve.memory.layout import KVLayout
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.interface import Model, MoELayer
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
+from pdserve.model.named_weights import MemoryRange, NamedRows
 from pdserve.model.params import WeightSamples, fingerprint_of
 
 
@@ -172,6 +173,15 @@ class ModelInUse(HostTierCopies):
     def weight_bytes(self) -> int:
         """Bytes of this rank's weights, which a decode step reads once."""
         return self._model.params.num_bytes
+
+    def weight_memory(self) -> list[MemoryRange]:
+        """Return the memory of this rank's weights, those of its drafter included; see `Model.weight_memory`."""
+        drafter = self._drafter
+        return [*self._model.weight_memory(), *(() if drafter is None else drafter.weight_memory())]
+
+    def read_weights(self, name: str, max_rows: int) -> list[NamedRows]:
+        """See `ParamSlots.read`. No step is under way."""
+        return self._model.params.read(name, max_rows)
 
     @property
     def moe_layers(self) -> Mapping[int, MoELayer]:
