@@ -35,7 +35,7 @@ class SentTensor(msgspec.Struct, frozen=True):
 
 
 class PrepareTensors(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Begins to load weights of which some tensors are new, and the others those in use; replies as `PrepareWeights`.
+    """Begins to load weights with some new tensors; the others are those in use. Replies as `PrepareWeights`.
 
     `files`: safetensors files on the engine's host that have the new tensors. `sent`: tensors that the group `group`
     sends in this order, instead of files.
@@ -78,8 +78,8 @@ Preparation = PrepareWeights | PrepareTensors | JoinGroup | LeaveGroup
 class HoldRequests(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Starts no further request: those that wait and new ones are held. The reply follows when nothing runs any more.
 
-    `abort_all`: running and waiting requests are aborted first. `timeout_s`: after so many seconds without an end of
-    the last request the hold ends, and the reply is a refusal. A hold also ends so many seconds after its reply.
+    `abort_all`: running and waiting requests are aborted first. `timeout_s`: if the last request has not ended after
+    this many seconds, the hold ends, and the reply is a refusal. A hold also ends this many seconds after its reply.
     """
 
     query_id: str

@@ -136,7 +136,7 @@ def state_gauges(states: list[StateSnapshot]) -> Gauges:
 
 
 def transfer_rate(edges: Iterable[EdgeSnapshot]) -> float | None:
-    """Return the bytes a second of all KV transfers, each of which one or two servers report; None without a report."""
+    """Return the bytes a second of all KV transfers; one or two servers report each. None without a report."""
     rates: dict[tuple[str | None, str | None], float] = {}
     for edge in edges:
         ends = edge.source, edge.target
