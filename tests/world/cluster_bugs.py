@@ -423,7 +423,7 @@ def an_ended_request_may_still_publish(patch: Patch) -> None:
 
 
 def a_drain_that_cuts_requests_frees_all_pages(patch: Patch) -> None:
-    abort = Scheduler._abort
+    abort = Scheduler.abort_requests
 
     def hasty(self: Scheduler, message: AbortRequest) -> None:
         abort(self, message)
@@ -432,7 +432,7 @@ def a_drain_that_cuts_requests_frees_all_pages(patch: Patch) -> None:
             for entry in list(published):
                 published.release(entry.key)
 
-    patch.setattr(Scheduler, "_abort", hasty)
+    patch.setattr(Scheduler, "abort_requests", hasty)
 
 
 def a_successor_is_its_predecessor(patch: Patch) -> None:

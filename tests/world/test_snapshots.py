@@ -97,7 +97,7 @@ def give_it_the_kv_of_another_request(patch: Patch) -> None:
 
 
 def copy_while_a_step_is_under_way(patch: Patch) -> None:
-    patch.setattr(Scheduler, "_process_all_results", lambda self: None)
+    patch.setattr(Scheduler, "process_all_results", lambda self: None)
     patch.setattr(SchedulerContext, "no_step_in_flight", property(lambda self: True))
 
 
