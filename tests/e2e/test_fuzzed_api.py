@@ -21,7 +21,10 @@ from pdserve.protocol.snapshot import CONTENT_TYPE
 from tests.e2e.harness import Server, assert_idle, running_monolith
 from tests.tiny import Family
 
-LATER = r"^/(start_profile|stop_profile|v1/tokenize|v1/detokenize)$"
+LATER = (
+    r"^/(start_profile|stop_profile|v1/tokenize|v1/detokenize|update_weights_from_\w+|\w+_weights_update_group"
+    r"|\w+_memory_occupation)$"
+)
 """Left out of the quick run: slow, or other names of others."""
 UNDO = {
     "/pause_generation": "/continue_generation",
