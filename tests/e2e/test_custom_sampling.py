@@ -11,6 +11,7 @@ import openai
 import pytest
 import requests
 
+from tests.e2e import harness
 from tests.e2e.harness import Pair, Server, assert_idle, running, running_pair, start_server
 from tests.example_plugins import installed_in
 from tests.tiny import Family, tiny_tokenizer
@@ -33,6 +34,7 @@ def servers(
     """With the example plug-ins installed."""
     model = str(tiny_checkpoint("llama"))
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(harness, "fork_server", None)  # its processes read no other PYTHONPATH
         for entry in reversed(installed_in(tmp_path_factory.mktemp("plugins") / "installed")):
             patch.setenv("PYTHONPATH", entry, prepend=":")
         monolith = start_server(model, "null", *FLAGS)

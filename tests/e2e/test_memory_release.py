@@ -38,6 +38,7 @@ def weight_bytes(path: Path) -> int:
 
 def release_and_resume(url: str, servers: Sequence[Server], path: Path) -> None:
     """All memory goes back and comes again; the weights of a second release do so alone."""
+    until_ready(url)
     expected = post(url, "/generate", BODY)["output_ids"]
     assert post(url, "/generate", BODY)["output_ids"] == expected
     name = "model.layers.1.mlp.gate_proj.weight"

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 FLAGS = (
     "--max-total-tokens", "65536", "--enable-deterministic-inference", "--reasoning-parser", "qwen3",
-    "--disaggregation-transfer-backend", "shm", "--enable-ollama-api",
+    "--enable-ollama-api", "--disaggregation-transfer-backend", "shm",
 )  # fmt: skip
 STORY = "Once upon a time there was a small town by the sea, and in it lived"
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}

@@ -28,8 +28,9 @@ from tests.tiny import Family
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-NAMES = [name for name in CALLS if name not in ("stop", "messages")]
-"""The stop string of `stop` is known only once the whole text is. `messages` goes on as a request of `/generate`."""
+NAMES = [name for name in CALLS if name not in ("stop", "messages", "ollama")]
+"""The stop string of `stop` is known only once the whole text is. The APIs of Anthropic and Ollama go on as requests of
+`/generate`."""
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "snapshots.md"
 NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
 
