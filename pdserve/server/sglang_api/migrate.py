@@ -237,8 +237,10 @@ class Migrations:
 
     async def _take_in(self, url: URL, request: GenerateRequest) -> None:
         ours = identity_of(self._context.client.require_ready())
-        facts = {"weights": ours.weights, "dtype": ours.dtype, "model": ours.model}
-        await self._client.take_in(url, TakeInBody(request, source=self._name, **facts))
+        weights, dtype, model = ours.weights, ours.dtype, ours.model
+        await self._client.take_in(
+            url, TakeInBody(request, source=self._name, weights=weights, dtype=dtype, model=model)
+        )
 
     async def _stop(self, rid: str, room: int) -> bytes:
         """Stop the request; returns the encoded offer. Raises RequestError when it goes on."""
