@@ -4,9 +4,10 @@
     python -m benchmarks.gpu.check_cuda --tiny          on a CPU, with tiny shapes: does the program work?
 
 First kernels beside torch's at the shapes of real models, then the checks of `executor_checks`, `ahead_checks` and
-`serving_checks` for tiny models against the CPU: with graphs and without, by each attention backend that is there. Then decode and prefill
-of models of the shapes of Qwen3-0.6B, 8B and 30B-A3B with random weights, with and without graphs and overlap, beside
-the copy bandwidth and the matmul rate of the same device in the same run, and where the time of a decode step goes.
+`serving_checks` for tiny models against the CPU: with graphs and without, by each attention backend that is there. Then
+decode and prefill of models of the shapes of Qwen3-0.6B, 8B and 30B-A3B with random weights, with and without graphs
+and overlap, beside the copy bandwidth and the matmul rate of the same device in the same run, and where the time of a
+decode step goes.
 
 With `--hybrid` the same of models with recurrent layers or windows: kernels of GatedDeltaNet and of windows, tiny
 models, decode and prefill of Qwen3.5-0.8B and of 8 layers of Qwen3-Next.
