@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import platform
 import shutil
 import socket
 import time
@@ -15,6 +16,7 @@ from pdserve.base.host_memory import available_bytes, total_bytes
 
 INFINIBAND = Path("/sys/class/infiniband")
 SHARED_MEMORY = Path("/dev/shm")
+CPU_INFO = Path("/proc/cpuinfo")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,3 +62,20 @@ def rdma_devices(folder: Path = INFINIBAND) -> tuple[str, ...]:
         return tuple(sorted(entry.name for entry in folder.iterdir()))
     except OSError:
         return ()
+
+
+def cpu_model(info: Path = CPU_INFO) -> str:
+    """Return the processor's name with its family and model: machines on different processors may have one name."""
+    try:
+        lines = info.read_text().splitlines()
+    except OSError:
+        lines = []
+    facts: dict[str, str] = {}
+    for line in lines:
+        key, _, value = line.partition(":")
+        facts.setdefault(key.strip(), value.strip())
+    if "model name" not in facts:
+        return platform.processor() or platform.machine()
+    if "cpu family" not in facts or "model" not in facts:
+        return facts["model name"]
+    return f"{facts['model name']} (family {facts['cpu family']}, model {facts['model']})"

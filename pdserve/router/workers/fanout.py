@@ -49,13 +49,23 @@ class WorkerFanout:
         self._session = session
 
     async def proxy(self, request: web.Request) -> web.Response:
-        """Forward to one usable worker, decode workers first, since clients get decode's answers."""
+        """Forward to one usable worker, decode workers first, since clients get decode's answers.
+
+        A worker that refuses the key is passed over. Its 401 is the answer only if the key is the client's.
+        """
         body = request[BODY]
+        refusal: WorkerResponse | None = None
         for worker in self._preferred():
             found = await self._call(request, worker, body)
-            if found is not None:
+            if found is not None and found.status != 401:
                 return web.Response(status=found.status, headers=found.headers, body=found.body)
-        return error_response(503, "no healthy worker", "no_worker", RETRY_AFTER)
+            refusal = found or refusal
+        if refusal is None:
+            return error_response(503, "no healthy worker", "no_worker", RETRY_AFTER)
+        if not self._own_headers(request, refusal.worker):
+            return web.Response(status=401, headers=refusal.headers, body=refusal.body)
+        text = f"the worker {refusal.worker.spec.url} refuses the router's key (--worker-api-key)"
+        return error_response(502, text, "worker_key_refused")
 
     async def server_info(self, request: web.Request) -> web.Response:
         """Return one decode worker's facts at the top level, and the facts of all workers by role."""
@@ -157,6 +167,12 @@ class WorkerFanout:
         calls = (self._call(request, worker, request[BODY], timeout_s) for worker in workers)
         return _answer_of_all(workers, await asyncio.gather(*calls))
 
+    def _own_headers(self, request: web.Request, worker: Worker) -> dict[str, str]:
+        """Return the header with the router's own key for `worker`; empty: the client's header is forwarded."""
+        access = self._config.access
+        command = is_admin(request.method, request.path)
+        return own_headers(worker, access.admin_key_for_workers if command else access.key_for_workers)
+
     def _preferred(self) -> list[Worker]:
         """Return the usable workers, in the order in which they are tried for queries that any worker answers."""
         return [
@@ -187,9 +203,7 @@ class WorkerFanout:
         timeout = _patience(request) if timeout_s is None else aiohttp.ClientTimeout(total=timeout_s)
         headers: CIMultiDict[str] = forwarded_headers(request.headers, request.remote)
         headers.popall("Accept-Encoding", None)
-        access = self._config.access
-        command = is_admin(request.method, request.path)
-        headers.update(own_headers(worker, access.admin_key_for_workers if command else access.key_for_workers))
+        headers.update(self._own_headers(request, worker))
         url = URL(worker.spec.url + request.path_qs, encoded=True)  # the path as it was checked
         try:
             async with self._session.request(

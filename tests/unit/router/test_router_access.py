@@ -56,6 +56,38 @@ def test_without_its_key_only_probes_are_answered(run_world: RunWorld) -> None:
     run_world(scenario)
 
 
+def guarded(key: str) -> Any:
+    """A worker's middleware: only queries with `key` are answered."""
+
+    @web.middleware
+    async def check(request: web.Request, handler: Any) -> web.StreamResponse:
+        if request.path == "/v1/models" and request.headers.get("Authorization") != f"Bearer {key}":
+            return web.json_response({"error": {"message": "no valid key"}}, status=401)
+        response: web.StreamResponse = await handler(request)
+        return response
+
+    return check
+
+
+def test_a_query_goes_on_to_a_worker_that_takes_the_routers_key(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        prefill, good = await world.worker("p", guard=guarded("old")), await world.worker("d", guard=guarded("k"))
+        other = await world.worker("d2", guard=guarded("old"))
+        access = RouterAccessConfig(api_key="c", worker_api_key="k")
+        async with world.router([prefill], [other, good], wait_key="c", access=access) as url:
+            async with world.session.get(url + "/v1/models", headers=bearer("c")) as response:
+                assert (await response.json())["data"] == [{"id": "d"}]
+            assert await ask(world, "GET", url + "/v1/models", "x") == 401
+        async with world.router([], [other], wait_key="c", access=access) as url:
+            async with world.session.get(url + "/v1/models", headers=bearer("c")) as response:
+                error = (await response.json())["error"]
+            assert (response.status, error["code"]) == (502, "worker_key_refused") and other.url in error["message"]
+        async with world.router([], [other, good]) as url:  # a router without keys forwards the client's
+            assert [await ask(world, "GET", url + "/v1/models", key) for key in ("k", "old", "x")] == [200, 200, 401]
+
+    run_world(scenario)
+
+
 def test_commands_need_the_admin_key_where_there_is_one(run_world: RunWorld) -> None:
     async def scenario(world: Any) -> None:
         worker = await world.worker("w")
