@@ -67,6 +67,19 @@ class ExpertBalance:
                     self.num_moved += self._moe_layers[layer].move(row)
         self.num_placed += 1
 
+    @torch.inference_mode()
+    def change_layers(self, moe_layers: Mapping[int, ExpertParallelMoe]) -> None:
+        """Balance other weights of the same layers, and move their experts to where the present ones are.
+
+        All ranks do it together, behind all launched steps. A plan that has begun stays valid, and so do the counts,
+        which the new layers have already.
+        """
+        with self._behind():
+            for layer, moe in moe_layers.items():
+                if moe.row != self._moe_layers[layer].row:
+                    moe.move(self._moe_layers[layer].row)
+        self._moe_layers = moe_layers
+
     def facts(self) -> dict[str, float]:
         """Facts for `/get_server_info`. `expert_balancedness` is over all counts since start-up, for the present
         placement; 1 is best. Waits for no step.

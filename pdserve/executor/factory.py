@@ -24,7 +24,7 @@ from pdserve.executor.drafter import Drafter, draft_pool
 from pdserve.executor.grammar_rows import GrammarRows
 from pdserve.executor.local_executor import LocalExecutor
 from pdserve.executor.logit_processors import LogitProcessors
-from pdserve.executor.loras import LoraAdapters, check_adapters, make_loras
+from pdserve.executor.loras import LoraAdapters, begin_with, check_adapters, make_loras
 from pdserve.executor.model_in_use import ModelParts
 from pdserve.executor.model_loading import LoadedModel, ModelToLoad, load, read_model
 from pdserve.executor.model_runner import NativeDecode
@@ -180,8 +180,8 @@ def build_executor(
     with startup.part(POOLS):
         pools = make_pools(held, sizes, device, shareable=config.disagg.may_share_memory)
         table = PageTable(max_rows, held.pages_for(context_length), has_window=held.window > 0)
-    bind = partial(_bind, pools, held, sizes.num_pages, max_rows)
-    parts = bind(wanted, loaded, draft_model, loras)
+    bind = partial(_bind, pools, held, sizes.num_pages, max_rows, loras)
+    parts = bind(wanted, loaded, draft_model)
     executor = LocalExecutor(
         parts.model, loaded.layout, pools, parts.attention, table, context_length=context_length, device=device,
         overlap=config.schedule.disable_overlap_schedule is False, grammars=_grammars(wanted),
@@ -217,12 +217,12 @@ def _bind(
     held: KVLayout,
     num_pages: int,
     num_rows: int,
+    loras: LoraAdapters | None,
     wanted: ModelToLoad,
     loaded: LoadedModel,
     draft_model: DraftModel | None,
-    loras: LoraAdapters | None = None,
 ) -> ModelParts:
-    """Bind a loaded model to the pools of its rank, which has the layout `held`."""
+    """Bind a loaded model to the pools of its rank, which has the layout `held`, and give it the adapters `loras`."""
     kernels, max_drafts = loaded.kernels, wanted.config.speculative.max_drafts
     drafter = None
     if draft_model is not None:
@@ -230,15 +230,21 @@ def _bind(
             draft_model, draft_pool(pools), held, num_drafts=max_drafts, num_pages=num_pages, num_rows=num_rows,
             dtype=loaded.model.dtype, device=wanted.device,
         )  # fmt: skip
+    lora_layers = None
+    if loras is not None:
+        assert loaded.decoder is not None, "a model through transformers takes no adapters"
+        is_first = wanted.beside is None
+        lora_layers = loras.layers if is_first else loras.attach(loaded.decoder, loaded.kernels)
     targets = [pool for pool in pools if pool.group.kind not in (GroupKind.STAMP, GroupKind.DRAFT)]
     attention = loaded.bind(targets, max_drafts=max_drafts)
     return ModelParts(
         loaded.model,
-        attention if loras is None else loras.begin_with(attention),
+        attention if lora_layers is None else begin_with(lora_layers, attention),
         choose_with_torch if kernels is None else kernels.chooser(),
         None if kernels is None else NativeDecode(kernels.decode, kernels.max_native_rows, kernels.tapped),
         drafter,
         attention.fold if isinstance(attention, StateBackend) else None,
+        lora_layers,
     )
 
 

@@ -153,6 +153,7 @@ class LocalExecutor(ModelInUse):
         if device.type == "cuda" and not coord.is_last_stage:
             self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.use(ModelParts(model, attention, choose, decode, drafter, fold))
+        self.balance_experts()
 
     @property
     def layout(self) -> KVLayout:

@@ -5,6 +5,9 @@ handle in the same order, and gives each row its request's adapter. A step takes
 launched. An adapter that is unloaded stays in memory until its last request has left.
 
 A thread reads an adapter beside the steps (`prepare`), and the scheduler thread installs it (`load`).
+
+Other weights of the base model have layers of their own: `attach` gives them adapters, and `use` begins with them. The
+adapters stay loaded.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.lora import Adapters, LoraAdapter, lora_targets, read_adapter, read_scaling
 from pdserve.model.lora_layers import LoraStep, attach_lora
 from pdserve.model.native.decoder import NativeDecoder
+from pdserve.model.native.lora import LoraSites
 
 KEY_BITS = 32
 """Bits of a key of the prefix cache, see `LoraAdapters.key_offset`."""
@@ -54,6 +58,14 @@ def check_adapters(config: ServerConfig) -> int:
     return lora.max_lora_rank or max(largest, DEFAULT_MAX_RANK)
 
 
+@dataclasses.dataclass(frozen=True)
+class LoraLayers:
+    """The layers of one model that adapters change: those that torch computes, or packed ones of the CPU kernels."""
+
+    step: LoraStep | None
+    sites: LoraSites | None
+
+
 class LoraAdapters:
     """The adapters of one rank, by name. Scheduler thread only, except at start-up.
 
@@ -64,9 +76,9 @@ class LoraAdapters:
     def __init__(self, decoder: Decoder, max_rank: int, max_loaded: int, kernels: NativeDecoder | None = None) -> None:
         spec, coord = decoder.spec, decoder.parallel.coord
         self._targets = lora_targets(spec, coord)
-        first = layers_of(spec.num_layers, coord.shape.pp_size, coord.pp_rank).start
-        self._step = None if kernels is not None else attach_lora(decoder, self._targets, first)
-        self._sites = None if kernels is None else kernels.take_adapters(self._targets, first)
+        self._first = layers_of(spec.num_layers, coord.shape.pp_size, coord.pp_rank).start
+        self.layers = self.attach(decoder, kernels)
+        """The layers of the model in use."""
         self._dtype, self._device = decoder.dtype, decoder.params.device
         self._max_rank, self._max_loaded = max_rank, max_loaded
         self._shift = (spec.vocab_size - 1).bit_length()
@@ -77,6 +89,20 @@ class LoraAdapters:
         self._rows: dict[int, LoraAdapter] = {}
         self._reading: dict[tuple[str, str], Future[LoraAdapter]] = {}
         """By name and path, the adapters that a thread reads."""
+
+    def attach(self, decoder: Decoder, kernels: NativeDecoder | None) -> LoraLayers:
+        """Give the layers of a model adapters; the arguments are those of the class. Any thread.
+
+        The model is the one in use, with other weights. Adapters are packed alike for both.
+        """
+        if kernels is None:
+            return LoraLayers(attach_lora(decoder, self._targets, self._first), None)
+        return LoraLayers(None, kernels.take_adapters(self._targets, self._first))
+
+    def use(self, layers: LoraLayers) -> None:
+        """Change the layers of another model, from `attach`, from now on. No row has an adapter."""
+        assert not self._rows, "weights change while no request has a row"
+        self.layers = layers
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -132,7 +158,8 @@ class LoraAdapters:
         """Read an adapter, and pack it where the CPU kernels compute. Raises ModelError. Any thread."""
         try:
             found = read_adapter(Path(path), name, 0, self._targets, self._dtype, self._device, self._max_rank)
-            return found if self._sites is None else self._sites.pack(found)
+            sites = self.layers.sites
+            return found if sites is None else sites.pack(found)
         except (MemoryError, RuntimeError) as error:  # of torch: no memory; of json: too many levels
             raise ModelError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
 
@@ -171,10 +198,6 @@ class LoraAdapters:
         """Return what is added to token ids in keys of the prefix cache: bits above those of all token ids."""
         return adapter.number << self._shift
 
-    def begin_with(self, backend: AttentionBackend) -> AttentionBackend:
-        """Return `backend` with the grouping of a step's tokens by adapter, where torch computes."""
-        return backend if self._step is None else LoraBackend(backend, self._step)
-
     # ------------------------------------------------------------------ rows
 
     def open_row(self, row: int, adapter: LoraAdapter) -> None:
@@ -203,6 +226,11 @@ class LoraAdapters:
         return batch if adapters is None else dataclasses.replace(
             batch, rows=dataclasses.replace(batch.rows, adapters=adapters)
         )  # fmt: skip
+
+
+def begin_with(layers: LoraLayers, backend: AttentionBackend) -> AttentionBackend:
+    """Return `backend` with the grouping of a step's tokens by adapter, where torch computes."""
+    return backend if layers.step is None else LoraBackend(backend, layers.step)
 
 
 class LoraBackend:

@@ -16,7 +16,7 @@ from pdserve.executor.graphs import Capture, DecodeGraphs, GraphCapture, Padding
 from pdserve.executor.input_batch import SamplingMetadata, TokenPool
 from pdserve.executor.interface import StepHandle
 from pdserve.executor.logit_processors import LogitProcessors
-from pdserve.executor.loras import LoraAdapters
+from pdserve.executor.loras import LoraAdapters, LoraLayers
 from pdserve.executor.model_runner import ModelRunner, NativeDecode, NativeDecodePath, StepRunner
 from pdserve.executor.page_copies import HostTierCopies
 from pdserve.executor.sampler import Sampler, TokenSampler
@@ -41,6 +41,8 @@ class ModelParts:
     decode: NativeDecode | None = None
     drafter: ModelDrafter | None = None
     fold: Fold | None = None
+    lora_layers: LoraLayers | None = None
+    """The model's layers that adapters change; None without adapters."""
 
 
 class ModelInUse(HostTierCopies):
@@ -76,6 +78,8 @@ class ModelInUse(HostTierCopies):
             model, parts.attention, Sampler(parts.choose, self._processed_logprobs, self._processors),
             taps=None if drafter is None else drafter.taps,
         )  # fmt: skip
+        if self._loras is not None and parts.lora_layers is not None:
+            self._loras.use(parts.lora_layers)
         self._native_path, self._deferred = None, None
         if parts.decode is not None and self._native_decode:
             self._native_path = NativeDecodePath(
@@ -85,21 +89,32 @@ class ModelInUse(HostTierCopies):
         if drafter is not None:
             known = self._sampling_metadata.num_prompt
             self._deferred = DeferredDrafter(drafter, model, self._table, self._layout, known, self.device)
-        whole = {i: moe for i, moe in model.moe_layers.items() if isinstance(moe, ExpertParallelMoe)}
-        num_sharing = model.parallel.dp_attention_group.size
+
+    def balance_experts(self) -> None:
+        """Make the balance of the experts that this rank has whole. Called once, after `use`."""
+        whole = self._whole_experts
+        num_sharing = self._model.parallel.dp_attention_group.size
         self.experts = ExpertBalance(whole, num_sharing, self._runner.behind) if whole else None
 
+    @property
+    def _whole_experts(self) -> dict[int, ExpertParallelMoe]:
+        return {i: moe for i, moe in self._model.moe_layers.items() if isinstance(moe, ExpertParallelMoe)}
+
+    @torch.inference_mode()
     def swap_model(self, parts: ModelParts) -> None:
         """Compute with other weights of the same model from the next step on. No row is open, no step unresolved.
 
-        `capture_decode` may follow. The present model is no longer used when the call returns.
+        `capture_decode` may follow. The present model is no longer used when the call returns. Experts go where the
+        present ones are, and all ranks that share them call this at the same point; raises RankError when one is lost.
         """
         assert not self._open and not self._launched, "weights change while no request has a row"
-        former = self.experts
+        former = self._model.moe_layers
         with self._runner.behind():
             self.use(parts)
-        if former is not None:
-            former.close()
+            for layer, moe in self._model.moe_layers.items():
+                moe.counts.copy_(former[layer].counts)
+        if self.experts is not None:
+            self.experts.change_layers(self._whole_experts)
 
     @property
     def drafter(self) -> ModelDrafter | None:

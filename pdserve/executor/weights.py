@@ -4,8 +4,9 @@
                           └─ a missing or wrong tensor, another model, too little memory: the first model is untouched
     PreparedWeights ──> WeightsLoader.install: the executor computes with them; the former weights are dropped
 
-Each rank has a loader, made by `factory` with its executor. Until `install` both models are in memory. A server with
-LoRA adapters, or with experts that move between ranks, takes no other weights: `refusal` names the flag.
+Each rank has a loader, made by `factory` with its executor. Until `install` both models are in memory. LoRA adapters
+stay, and change the new model's layers from then on. With `--enable-eplb` the new experts are loaded at their first
+places, and `install` moves them to the present ones.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from pdserve.executor.model_loading import LoadedModel, ModelToLoad, load, read_
 from pdserve.executor.weights_group import WeightsGroups
 from pdserve.model.drafting.interface import DraftModel
 from pdserve.model.loader import quantization_of
-from pdserve.model.params import WeightSamples
+from pdserve.model.params import ParamSlots, WeightSamples
 from pdserve.model.paths import resolve_model_path
 from pdserve.model.tensor_sources import TensorSource
 from pdserve.model.weights_digest import weights_digest
@@ -102,6 +103,16 @@ def digest_of_tensors(before: str, tensors: Mapping[str, TensorSource]) -> str:
     return digest.hexdigest()
 
 
+def _check_experts(given: Mapping[str, TensorSource], in_use: ParamSlots) -> None:
+    """Raise ModelError unless all tensors of experts are given: those in use have moved, and are not read by name."""
+    names = {own for name in given for own in in_use.names_of(name)}
+    missing = next((name for name in in_use.names if ".experts." in name and name not in names), None)
+    if missing is not None:
+        raise ModelError(
+            f"{missing} is not sent: with --enable-eplb experts move between ranks, so tensors of all experts must be"
+        )
+
+
 class WeightsLoader:
     """Loads weights for one executor. Scheduler thread; `prepare` loads on a thread of its own.
 
@@ -129,12 +140,7 @@ class WeightsLoader:
     @property
     def refusal(self) -> str | None:
         """Why this server takes no other weights; None: it does."""
-        config = self._wanted.config
-        if config.lora.is_on:
-            return "--enable-lora: the weights of a server with LoRA adapters cannot be changed"
-        if config.parallel.enable_eplb:
-            return "--enable-eplb: the weights of a server whose experts move between ranks cannot be changed"
-        if config.parallel.num_sharing > 1:
+        if self._wanted.config.parallel.num_sharing > 1:
             return "--enable-dp-attention: the weights of replicas that compute together cannot be changed"
         return None
 
@@ -203,6 +209,8 @@ class WeightsLoader:
             self._check_partial()
             in_use = self._loaded.model.params
             wanted = dataclasses.replace(wanted, overlay=source.read_tensors(), carried=in_use)
+            if present.config.parallel.enable_eplb:
+                _check_experts(wanted.overlay, in_use)
         loaded, draft_model = add_drafter(wanted, load(wanted))
         if (loaded.layout, loaded.arithmetic) != (self._loaded.layout, self._loaded.arithmetic):
             raise ModelError(

@@ -289,6 +289,11 @@ class ParamSlots:
         """The parameters whose input dimension is split over the ranks."""
         return [param for param in self._params.values() if param.part is not None and param.dim == 1]
 
+    @property
+    def names(self) -> Collection[str]:
+        """Names of the parameters that this rank holds."""
+        return self._params.keys()
+
     def names_of(self, name: str) -> list[str]:
         """Return the parameters that the checkpoint's tensor `name` has; see `rename_under` and `divide`."""
         name = self._rename(name)

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import requests
 
+from tests.adapters import merged, write_adapter
 from tests.e2e.harness import assert_idle, running_monolith, running_pair, until
 from tests.model_families import prompts_of
 from tests.reference import load_reference, reference_greedy
-from tests.tiny import make_tiny
+from tests.tiny import Family, make_tiny
 
 NUM_NEW = 12
 PROMPTS = prompts_of((7, 40, 90, 23))
@@ -22,22 +23,33 @@ SAMPLING = {"temperature": 0, "max_new_tokens": NUM_NEW, "ignore_eos": True}
 
 
 class Models:
-    """Two checkpoints of one model, and what each of them generates."""
+    """Two checkpoints of one model, and what each of them generates; with `has_adapter`, behind the adapter `adapter`.
 
-    def __init__(self, root: Path) -> None:
-        self.paths = [make_tiny("qwen3", root / name, seed=seed, eos_token_id=None) for seed, name in enumerate("ab")]
-        references = [load_reference(path) for path in self.paths]
+    `fields`: those of a request that has it.
+    """
+
+    def __init__(self, root: Path, family: Family = "qwen3", *, has_adapter: bool = False) -> None:
+        self.paths = [make_tiny(family, root / name, seed=seed, eos_token_id=None) for seed, name in enumerate("ab")]
+        self.adapter, self.fields, generating = root / "adapter", {}, self.paths
+        if has_adapter:
+            write_adapter(self.adapter, self.paths[0])
+            self.fields = {"lora_path": "adapter"}
+            generating = [merged(root / f"merged-{path.name}", path, self.adapter) for path in self.paths]
+        references = [load_reference(path) for path in generating]
         self.tokens = [[reference_greedy(model, prompt, NUM_NEW) for prompt in PROMPTS] for model in references]
         assert self.tokens[0] != self.tokens[1]
 
 
 class Load:
-    """Clients that ask the same prompts until they are stopped, and all answers: prompt, version, tokens."""
+    """Clients that ask the same prompts until they are stopped, and all answers: prompt, version, tokens.
 
-    def __init__(self, url: str, num_clients: int) -> None:
+    `fields`: more fields of each request.
+    """
+
+    def __init__(self, url: str, num_clients: int, fields: dict[str, Any] | None = None) -> None:
         self.answers: list[tuple[int, str, list[int]]] = []
         self.failures: list[str] = []
-        self._url, self._stop = url, threading.Event()
+        self._url, self._fields, self._stop = url, fields or {}, threading.Event()
         self._threads = [threading.Thread(target=self._ask, args=(number,)) for number in range(num_clients)]
 
     def __enter__(self) -> Load:
@@ -61,7 +73,7 @@ class Load:
     def _ask(self, number: int) -> None:
         while not self._stop.is_set():
             index = number = (number + 1) % len(PROMPTS)
-            body = {"input_ids": PROMPTS[index], "sampling_params": SAMPLING}
+            body = {"input_ids": PROMPTS[index], "sampling_params": SAMPLING, **self._fields}
             answer = requests.post(f"{self._url}/generate", json=body, timeout=120)
             if answer.status_code != 200:
                 self.failures.append(answer.text)
@@ -90,7 +102,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 def run_updates(models: Models, url: str, change: Callable[[Path, str], None], *, num_clients: int = 4) -> set[str]:
     """Change to the other weights and back under load, and once to a model that does not fit."""
-    with Load(url, num_clients) as load:
+    with Load(url, num_clients, models.fields) as load:
         load.await_version("first")
         for step, number in enumerate((1, 0, 1)):
             change(models.paths[number], f"v{step}-{number}")
@@ -127,6 +139,45 @@ def test_a_monolith_changes_its_weights_under_load(models: Models, flags: str) -
 
         assert len(run_updates(models, server.url, change)) == 4
         assert_idle(server)
+
+
+MOVING = ("--ep-num-redundant-experts", "2", "--enable-eplb", "--eplb-rebalance-num-iterations", "4")
+EXPERTS = {
+    "ep": ("--tp-size", "2", "--ep-size", "2"),
+    "eplb": ("--tp-size", "2", "--ep-size", "2", *MOVING),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", EXPERTS)
+def test_experts_change_while_they_move(flags: str, tmp_path: Path) -> None:
+    models = Models(tmp_path, "qwen3_moe")
+    with running_monolith(str(models.paths[0]), *FLAGS, *EXPERTS[flags], "--weight-version", "first") as server:
+
+        def change(path: Path, version: str) -> None:
+            answer = update(server.url, path, version)
+            assert answer.status_code == 200 and answer.json()["weight_version"] == version, answer.text
+
+        assert len(run_updates(models, server.url, change)) == 4
+        if "--enable-eplb" in EXPERTS[flags]:
+            facts = server.state()["internal_states"][0]["facts"]
+            assert facts["expert_rebalances"] > 1 and facts["experts_moved"] > 0
+        assert_idle(server)
+
+
+@pytest.mark.slow
+def test_a_pair_with_adapters_changes_its_weights_under_load(tmp_path: Path) -> None:
+    """The adapter stays loaded, and each answer is that of one version with the adapter."""
+    models = Models(tmp_path, has_adapter=True)
+    lora = ("--enable-lora", "--lora-paths", f"adapter={models.adapter}", "--weight-version", "first")
+    with running_pair(str(models.paths[0]), *FLAGS, *lora, prefill_flags=("--tp-size", "2")) as pair:
+
+        def change(path: Path, version: str) -> None:
+            answer = update(pair.url, path, version)
+            assert answer.status_code == 200, answer.text
+
+        assert len(run_updates(models, pair.url, change)) == 4
+        assert_idle(*pair.workers)
 
 
 @pytest.mark.slow

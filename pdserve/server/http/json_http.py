@@ -157,14 +157,14 @@ def _parse(data: bytes) -> Any:
     return value
 
 
-def convert(value: Any, kind: type[T], *, prefix: str = "") -> T:
-    """Convert `value` to the msgspec struct `kind`.
+def convert(value: Any, kind: type[T], *, prefix: str = "", text_keys: bool = False) -> T:
+    """Convert `value` to the msgspec struct `kind`. `text_keys`: numbers that are keys come as text, as in all JSON.
 
     Raises:
         RequestError: 400 naming the field (as a path, e.g. `sampling_params.top_k`) that has the wrong type.
     """
     try:
-        return msgspec.convert(value, kind)
+        return msgspec.convert(value, kind, str_keys=text_keys)
     except msgspec.ValidationError as error:
         text = str(error)
         path = _PATH.search(text)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import orjson
@@ -120,24 +120,23 @@ class SingleRequests:
 
     async def _answer(self, path: str, handle: Handle, request: Request, body: dict[str, Any]) -> Response:
         tried: list[PrefillServer] = []
-        failed: HalfError | None = None
+        failures: list[HalfError] = []
         for _ in range(MAX_TRIES):
             try:
                 server = await self.servers.choose(tried)
             except RequestError as none_left:
-                raise none_left if failed is None else failed.error from none_left
-            if failed is not None and failed.is_busy and server in tried:
+                raise _joined(failures) if failures else none_left from none_left
+            if failures and failures[-1].is_busy and server in tried:
                 break
             tried.append(server)
             try:
                 return await self._try(server, path, handle, request, body)
-            except HalfError as error:
-                failed = error
-                if not error.may_retry:
+            except HalfError as failure:
+                failures.append(failure)
+                if not failure.may_retry:
                     break
-                log.info("the attempt at %s with %s failed: %s", path, server.url, error.error.message)
-        assert failed is not None
-        raise failed.error
+                log.info("the attempt at %s with %s failed: %s", path, server.url, failure.error.message)
+        raise _joined(failures)
 
     async def _try(
         self, server: PrefillServer, path: str, handle: Handle, request: Request, body: dict[str, Any]
@@ -192,6 +191,13 @@ class SingleRequests:
         task = asyncio.create_task(wait())
         self._rest.add(task)
         task.add_done_callback(self._rest.discard)
+
+
+def _joined(failures: Sequence[HalfError]) -> RequestError:
+    """Return the error of the last attempt, with the messages of all: each may name another prefill server."""
+    last = failures[-1].error
+    messages = dict.fromkeys(failure.error.message for failure in failures)
+    return last if len(messages) == 1 else last.renamed("; ".join(messages), last.field)
 
 
 async def _as_coroutine(work: Awaitable[Response]) -> Response:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ParallelConfig, ServerConfig
 from pdserve.config.schedule_group import ScheduleConfig
 from pdserve.executor.factory import LoadedEngine, build_executor
+from pdserve.executor.weights import TensorInMemory, WeightsSource
 from pdserve.model.eplb import Row
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
 from pdserve.model.native.weights import Arena, Format, pack, pack_gated
@@ -24,6 +25,7 @@ Precision = Literal["auto", "bfloat16", "int8"]
 """The checkpoint's, or what the CPU kernels compute in."""
 LENGTHS = (1, 15, 40, 90)
 NUM_TOKENS = 6
+NOT_EXPERT = "model.norm.weight"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,3 +177,51 @@ def has_its_weights(built: LoadedEngine, path: Path, precision: Precision) -> bo
             if not all(torch.equal(held[slot], one) for held, one in zip(mixture.experts.tensors, wanted, strict=True)):
                 return False
     return True
+
+
+@dataclasses.dataclass(frozen=True)
+class Changed:
+    """Tokens with the former and the other weights; placements before and after the change, and behind one more plan.
+
+    `sound`: every slot had the weights that it should, after each of these.
+    """
+
+    tokens: list[list[list[int]]]
+    before: dict[int, Row]
+    after: dict[int, Row]
+    last: dict[int, Row]
+    counted: bool
+    sound: bool
+    refusal: str
+    """Of tensors without those of experts."""
+
+
+def changed(
+    parallel: Parallel, paths: tuple[Path, Path], vocab_size: int, experts: ParallelConfig, precision: Precision
+) -> Changed:
+    """Move experts, take the weights of the second checkpoint while a plan is made, and carry that plan out."""
+    built = build(parallel, paths[0], experts, precision=precision)
+    driver, balance, weights = Driver(built), built.executor.experts, built.weights
+    assert balance is not None and weights is not None
+    prompts, num_tokens = [random_prompt(length, vocab_size) for length in LENGTHS], NUM_TOKENS
+    tokens = [driver.generate(prompts, num_tokens)]
+    balance.plan()
+    balance.place()
+    before, sound = rows_of(built), has_its_weights(built, paths[0], precision)
+    driver.generate([[token] * 60 for token in (3, 5, 7)], num_tokens)
+    balance.plan()
+    counts = built.executor.expert_counts()
+    prepared = weights.prepare(WeightsSource(str(paths[1]))).result(60)
+    assert prepared is not None
+    weights.install(prepared)
+    one = {NOT_EXPERT: TensorInMemory(torch.zeros(1))}
+    partial = weights.prepare(dataclasses.replace(weights.source, read_tensors=lambda: one)).exception(60)
+    after, counted = rows_of(built), built.executor.expert_counts() == counts
+    sound &= has_its_weights(built, paths[1], precision)
+    tokens.append(driver.generate(prompts, num_tokens))
+    balance.place()
+    sound &= has_its_weights(built, paths[1], precision)
+    tokens.append(driver.generate(prompts, num_tokens))
+    last = rows_of(built)
+    built.executor.close()
+    return Changed(tokens, before, after, last, counted, sound, str(partial))

@@ -202,6 +202,18 @@ def test_the_only_server_s_error_is_the_answer() -> None:
     run(test)
 
 
+def test_the_error_names_each_server_that_was_tried() -> None:
+    async def test() -> None:
+        async with world(2, pairing={"disaggregation_prefill_choice": "round_robin"}) as (decode, prefills):
+            hold_without_token(decode)
+            for prefill in prefills:
+                prefill.answer = BROKEN
+            answer = await decode.http.post("/generate", json=PROMPT)
+            assert answer.status_code == 502 and all(prefill.url in answer.text for prefill in prefills), answer.text
+
+    run(test)
+
+
 def test_a_prefill_server_that_is_gone_is_named() -> None:
     async def test() -> None:
         async with world() as (decode, (prefill,)):
