@@ -12,9 +12,7 @@ import socket
 import time
 from pathlib import Path
 
-import psutil
-
-from pdserve.base.host_memory import available_bytes
+from pdserve.base.host_memory import available_bytes, total_bytes
 
 INFINIBAND = Path("/sys/class/infiniband")
 SHARED_MEMORY = Path("/dev/shm")
@@ -25,8 +23,8 @@ CPU_INFO = Path("/proc/cpuinfo")
 class HostFacts:
     """Facts of one host at one moment.
 
-    `time_s`: seconds since 1970 by this host's clock. `memory_available_bytes` is bounded by the container's limit,
-    `memory_total_bytes` is not. `shm_free_bytes`: free space of `/dev/shm`. `rdma_devices`: names of the kernel's RDMA
+    `time_s`: seconds since 1970 by this host's clock. Both memory sizes are bounded by the container's limits.
+    `shm_free_bytes`: free space of `/dev/shm`. `rdma_devices`: names of the kernel's RDMA
     devices, such as `mlx5_0`.
     """
 
@@ -41,7 +39,7 @@ class HostFacts:
 def host_facts() -> HostFacts:
     """Read the facts. Takes less than a millisecond; raises nothing."""
     try:
-        available, total = available_bytes(), psutil.virtual_memory().total
+        available, total = available_bytes(), total_bytes()
     except (OSError, ValueError):
         available, total = None, None
     try:
