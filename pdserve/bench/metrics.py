@@ -83,8 +83,8 @@ def value_s(record: BenchRecord, metric: str) -> float | None:
 def metric_values_s(records: Sequence[BenchRecord], metric: str, since_s: float = 0.0) -> list[float]:
     """Return all values of one of `METRICS` in seconds: one per request, or for ITL one per gap.
 
-    A request that began before `since_s` of the run has only the gaps that end later. A request that was cut has no TPOT
-    and no E2E latency.
+    A request that began before `since_s` of the run has only the gaps that end later. A request that was cut has no
+    TPOT and no E2E latency.
     """
     if metric == "itl":
         return [
