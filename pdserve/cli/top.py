@@ -18,8 +18,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
+from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
@@ -66,6 +67,11 @@ class Column:
     write: Callable[[Any], str] = str
     right: bool = True
 
+    def cell(self, row: ServerRow) -> str:
+        """Write the value of a row; `-` for one that is not known."""
+        value = getattr(row, self.field)
+        return "-" if value is None else self.write(value)
+
 
 def share(value: float) -> str:
     """Write a share of 1 in percent."""
@@ -103,6 +109,13 @@ COLUMNS = (
     Column("up", "uptime_s", duration),
     Column("trouble", "trouble", right=False),
 )
+DROPPED = (
+    "accept_length", "gb_per_s", "in_flight", "kv_cached", "uptime_s", "hit_rate", "tokens_per_s", "waiting",
+)  # fmt: skip
+"""Fields whose columns a narrow terminal does not have, the first one first."""
+FOLDED = {"url": 24, "trouble": 14}
+"""Fields whose texts are folded, and the characters that they have at least."""
+GAP = 2
 SORT_NAMES = tuple(column.heading.replace(" ", "-") for column in COLUMNS)
 
 
@@ -184,34 +197,77 @@ class TopView:
             return known[::-1] if self.reverse else known
         return sorted(known, key=lambda row: getattr(row, field), reverse=self.reverse) + unknown
 
-    def render(self, url: str, observed: Json, problem: str = "", *, keys: bool = False) -> Group:
+    def render(self, url: str, observed: Json, problem: str = "", *, keys: bool = False) -> ObservedView:
         """Return the view of a snapshot. `problem`: why no newer snapshot could be read."""
-        rows = self.sorted_rows(rows_of(url, observed))
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for index, column in enumerate(COLUMNS):
-            mark = ("▼" if self.reverse else "▲") if index == self.sort else ""
-            fold = "fold" if column.field in ("url", "trouble") else "ellipsis"
-            table.add_column(
-                column.heading + mark, justify="right" if column.right else "left", no_wrap=fold != "fold",
-                overflow="fold" if fold == "fold" else "ellipsis",
-            )  # fmt: skip
-        for row in rows:
-            cells = [
-                Text("-" if (value := getattr(row, column.field)) is None else column.write(value))
-                for column in COLUMNS
+        return ObservedView(self, url, observed, problem, keys)
+
+
+@dataclasses.dataclass(frozen=True)
+class ObservedView:
+    """A snapshot as rich prints it: the columns that fit, and with `keys` the lines that fit."""
+
+    view: TopView
+    url: str
+    observed: Json
+    problem: str
+    keys: bool
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        rows = self.view.sorted_rows(rows_of(self.url, self.observed))
+        yield Text(headline(self.url, self.observed, rows), style="bold")
+        edges = list(edge_lines(self.observed)) if self.view.edges else []
+        below: list[Text] = [] if rows else [Text("no servers", style="bold red")]
+        if edges:
+            below += [
+                Text("KV transfers", style="bold"),
+                *(Text(line, no_wrap=True, overflow="ellipsis") for line in edges),
             ]
-            cells[2].stylize(STATE_STYLES.get(row.state, "bold red"))
+        end = [Text(self.problem, style="bold red")] if self.problem else []
+        end += [Text(KEYS, style="dim", no_wrap=True, overflow="ellipsis")] if self.keys else []
+        fitted = fit(rows, options.max_width)
+        if not self.keys:
+            yield Group(self._table(rows, fitted), *below, *end)
+            return
+        free = console.height - len(end) - 2  # the first line may be two
+        lines = console.render_lines(Group(self._table(rows, fitted), *below), options, pad=False)
+        if len(lines) > free:
+            lines = [*lines[: free - 1], [Segment("... more: choose the order with s and r, or use a higher terminal")]]
+        yield Segments([segment for line in lines for segment in (*line, Segment.line())])
+        yield from end
+
+    def _table(self, rows: Sequence[ServerRow], fitted: Sequence[tuple[Column, int]]) -> Table:
+        table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, GAP, 0, 0))
+        for column, width in fitted:
+            mark = ("▼" if self.view.reverse else "▲") if column == COLUMNS[self.view.sort] else ""
+            table.add_column(
+                column.heading + mark, justify="right" if column.right else "left", width=width, overflow="fold"
+            )
+        for row in rows:
+            style = STATE_STYLES.get(row.state, "bold red")
+            cells = [Text(column.cell(row), style=style if column.field == "state" else "") for column, _ in fitted]
             table.add_row(*cells)
-        parts: list[Any] = [Text(headline(url, observed, rows), style="bold"), table]
-        if not rows:
-            parts.append(Text("no servers", style="bold red"))
-        if self.edges and (lines := list(edge_lines(observed))):
-            parts += [Text("KV transfers", style="bold"), *map(Text, lines)]
-        if problem:
-            parts.append(Text(problem, style="bold red"))
-        if keys:
-            parts.append(Text(KEYS, style="dim"))
-        return Group(*parts)
+        return table
+
+
+def fit(rows: Sequence[ServerRow], width: int) -> list[tuple[Column, int]]:
+    """Return the columns that fit into `width` characters, and the width of each.
+
+    Columns of `DROPPED` are left out, one after the other, until address and trouble have room: long ones are folded.
+    """
+    longest = {column: max(len(column.heading) + 1, *(len(column.cell(row)) for row in rows), 0) for column in COLUMNS}
+    least = {column: min(longest[column], FOLDED.get(column.field, longest[column])) for column in COLUMNS}
+    kept = list(COLUMNS)
+    for field in DROPPED:
+        if sum(least[column] + GAP for column in kept) - GAP <= width:
+            break
+        kept = [column for column in kept if column.field != field]
+    spare = max(0, width - sum(least[column] + GAP for column in kept) + GAP)
+    fitted = []
+    for column in kept:
+        more = min(spare, longest[column] - least[column])
+        spare -= more
+        fitted.append((column, least[column] + more))
+    return fitted
 
 
 def headline(url: str, observed: Json, rows: Sequence[ServerRow]) -> str:
