@@ -23,7 +23,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pdserve.cli.fleet import ROLES, FleetClient, Json, add_connection_flags, client_of
+from pdserve.cli.fleet import ROLES, SHAPE_ERRORS, FleetClient, Json, add_connection_flags, client_of, other_form
 from pdserve.cli.help_pages import CommandParser
 from pdserve.errors import ConfigError, RequestError
 
@@ -185,7 +185,17 @@ class TopView:
         return sorted(known, key=lambda row: getattr(row, field), reverse=self.reverse) + unknown
 
     def render(self, url: str, observed: Json, problem: str = "", *, keys: bool = False) -> Group:
-        """Return the view of a snapshot. `problem`: why no newer snapshot could be read."""
+        """Return the view of a snapshot. `problem`: why no newer snapshot could be read.
+
+        Raises:
+            RequestError: the snapshot has another form than that of pdserve's `/observe`.
+        """
+        try:
+            return self._render(url, observed, problem, keys=keys)
+        except SHAPE_ERRORS as error:
+            raise RequestError(other_form(f"{url}/observe", error)) from error
+
+    def _render(self, url: str, observed: Json, problem: str, *, keys: bool) -> Group:
         rows = self.sorted_rows(rows_of(url, observed))
         table = Table(box=None, pad_edge=False, header_style="bold")
         for index, column in enumerate(COLUMNS):
