@@ -133,8 +133,8 @@ def _kept_lines(client: FleetClient, redactor: Redactor, errors: dict[str, str])
         where = "".join(part if part.isalnum() or part in ".-" else "-" for part in url.partition("://")[2])
         processes = answer.get("processes") if isinstance(answer, dict) else None
         if not isinstance(processes, list):
-            error = answer.get("error") if isinstance(answer, dict) else None
-            errors[f"logs/{where}"] = redactor.text(str(error or "/logs has no list of processes"))
+            reason = answer.get("error") if isinstance(answer, dict) else None
+            errors[f"logs/{where}"] = redactor.text(str(reason or "/logs has no list of processes"))
             continue
         for number, process in enumerate(processes):
             if not isinstance(process, dict) or not isinstance(process.get("lines"), list):
