@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
@@ -24,7 +24,7 @@ from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
-from pdserve.cli.fleet import ROLES, FleetClient, Json, add_connection_flags, client_of
+from pdserve.cli.fleet import ROLES, SHAPE_ERRORS, FleetClient, Json, add_connection_flags, client_of, other_form
 from pdserve.cli.help_pages import CommandParser
 from pdserve.errors import ConfigError, RequestError
 
@@ -198,63 +198,76 @@ class TopView:
         return sorted(known, key=lambda row: getattr(row, field), reverse=self.reverse) + unknown
 
     def render(self, url: str, observed: Json, problem: str = "", *, keys: bool = False) -> ObservedView:
-        """Return the view of a snapshot. `problem`: why no newer snapshot could be read."""
-        return ObservedView(self, url, observed, problem, keys)
+        """Return the view of a snapshot. `problem`: why no newer snapshot could be read.
+
+        Raises:
+            RequestError: the snapshot has another form than that of pdserve's `/observe`.
+        """
+        try:
+            rows = self.sorted_rows(rows_of(url, observed))
+            return ObservedView(
+                view=dataclasses.replace(self),
+                headline=headline(url, observed, rows),
+                states=[row.state for row in rows],
+                rows=[{column: column.cell(row) for column in COLUMNS} for row in rows],
+                edges=list(edge_lines(observed)) if self.edges else [],
+                problem=problem,
+                keys=keys,
+            )
+        except SHAPE_ERRORS as error:
+            raise RequestError(other_form(f"{url}/observe", error)) from error
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ObservedView:
     """A snapshot as rich prints it: the columns that fit, and with `keys` the lines that fit."""
 
     view: TopView
-    url: str
-    observed: Json
+    headline: str
+    states: list[str]
+    rows: list[dict[Column, str]]
+    edges: list[str]
     problem: str
     keys: bool
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        rows = self.view.sorted_rows(rows_of(self.url, self.observed))
-        yield Text(headline(self.url, self.observed, rows), style="bold")
-        edges = list(edge_lines(self.observed)) if self.view.edges else []
-        below: list[Text] = [] if rows else [Text("no servers", style="bold red")]
-        if edges:
-            below += [
-                Text("KV transfers", style="bold"),
-                *(Text(line, no_wrap=True, overflow="ellipsis") for line in edges),
-            ]
+        yield Text(self.headline, style="bold")
+        body: list[Table | Text] = [self._table(fit(self.rows, options.max_width))]
+        if not self.rows:
+            body.append(Text("no servers", style="bold red"))
+        if self.edges:
+            body.append(Text("KV transfers", style="bold"))
+            body += [Text(line, no_wrap=True, overflow="ellipsis") for line in self.edges]
         end = [Text(self.problem, style="bold red")] if self.problem else []
-        end += [Text(KEYS, style="dim", no_wrap=True, overflow="ellipsis")] if self.keys else []
-        fitted = fit(rows, options.max_width)
         if not self.keys:
-            yield Group(self._table(rows, fitted), *below, *end)
+            yield Group(*body, *end)
             return
+        end.append(Text(KEYS, style="dim", no_wrap=True, overflow="ellipsis"))
         free = console.height - len(end) - 2  # the first line may be two
-        lines = console.render_lines(Group(self._table(rows, fitted), *below), options, pad=False)
+        lines = console.render_lines(Group(*body), options, pad=False)
         if len(lines) > free:
             lines = [*lines[: free - 1], [Segment("... more: choose the order with s and r, or use a higher terminal")]]
         yield Segments([segment for line in lines for segment in (*line, Segment.line())])
         yield from end
 
-    def _table(self, rows: Sequence[ServerRow], fitted: Sequence[tuple[Column, int]]) -> Table:
+    def _table(self, fitted: Sequence[tuple[Column, int]]) -> Table:
         table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, GAP, 0, 0))
         for column, width in fitted:
             mark = ("▼" if self.view.reverse else "▲") if column == COLUMNS[self.view.sort] else ""
-            table.add_column(
-                column.heading + mark, justify="right" if column.right else "left", width=width, overflow="fold"
-            )
-        for row in rows:
-            style = STATE_STYLES.get(row.state, "bold red")
-            cells = [Text(column.cell(row), style=style if column.field == "state" else "") for column, _ in fitted]
-            table.add_row(*cells)
+            justify: Literal["left", "right"] = "right" if column.right else "left"
+            table.add_column(column.heading + mark, justify=justify, width=width, overflow="fold")
+        for state, row in zip(self.states, self.rows, strict=True):
+            style = STATE_STYLES.get(state, "bold red")
+            table.add_row(*(Text(row[each], style=style if each.field == "state" else "") for each, _ in fitted))
         return table
 
 
-def fit(rows: Sequence[ServerRow], width: int) -> list[tuple[Column, int]]:
+def fit(rows: Sequence[dict[Column, str]], width: int) -> list[tuple[Column, int]]:
     """Return the columns that fit into `width` characters, and the width of each.
 
     Columns of `DROPPED` are left out, one after the other, until address and trouble have room: long ones are folded.
     """
-    longest = {column: max(len(column.heading) + 1, *(len(column.cell(row)) for row in rows), 0) for column in COLUMNS}
+    longest = {column: max([len(column.heading) + 1, *(len(row[column]) for row in rows)]) for column in COLUMNS}
     least = {column: min(longest[column], FOLDED.get(column.field, longest[column])) for column in COLUMNS}
     kept = list(COLUMNS)
     for field in DROPPED:

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import pty
 import struct
 import subprocess
 import sys
 import termios
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from rich.console import Console
 
+from pdserve.cli import fleet
+from pdserve.cli.fleet import FleetClient
 from pdserve.cli.top import COLUMNS, TopView, main, rows_of
+from pdserve.errors import RequestError
 from tests.fleet_service import FleetService
 
 
@@ -133,3 +139,54 @@ def test_it_ends_at_q_in_a_terminal(service: FleetService, width: int, height: i
 def test_a_service_that_does_not_answer_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["http://127.0.0.1:1", "--once"]) == 1
     assert capsys.readouterr().err.startswith("pdserve top: nothing answers at http://127.0.0.1:1/observe")
+
+
+@pytest.mark.parametrize("value", [5, "x", [1], {"a": None}, [[]], [{"state": 5}], [{"observed": [1]}]])
+@pytest.mark.parametrize("name", ["router", "workers", "pairs", "edges", "replicas", "server", "rates"])
+def test_an_answer_of_another_form_is_one_line(
+    service: FleetService, name: str, value: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.texts["/observe"] = json.dumps({name: value})
+    status = main([service.url, "--once"])
+    err = capsys.readouterr().err
+    assert (status, err) == (0, "") or (status == 1 and err.count("\n") == 1 and "/observe has another form" in err)
+
+
+def test_an_answer_that_is_nested_too_deeply_is_no_json(
+    service: FleetService, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.texts["/observe"] = "[" * 100_000
+    assert main([service.url, "--once"]) == 1
+    assert "/observe is not JSON" in capsys.readouterr().err
+
+
+def test_an_answer_that_comes_byte_by_byte_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "READ_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(fleet, "SHORT_TIMEOUT_S", 0.1)
+    stop = threading.Event()
+
+    class Slow(BaseHTTPRequestHandler):
+        def log_message(self, *args: object) -> None:
+            """Write nothing."""
+
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "100000")
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                while not stop.wait(0.02):
+                    self.wfile.write(b" ")
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server, FleetClient(url_of(server)) as client:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
+        try:
+            for told in ("0.2 s", "0.2 s", "0.1 s"):
+                with pytest.raises(RequestError, match=f"takes longer than {told}"):
+                    client.get_json("/observe")
+        finally:
+            stop.set()
+            server.shutdown()
+
+
+def url_of(server: ThreadingHTTPServer) -> str:
+    return f"http://127.0.0.1:{server.server_address[1]}"
