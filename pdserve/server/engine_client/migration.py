@@ -127,8 +127,10 @@ class IncomingRequests:
 
     def end_all(self, error: PdserveError) -> None:
         """End all requests with `error`, which their readers get, and those that wait for one."""
-        is_known = isinstance(error, RequestError)
-        failure = Failure.from_error(error) if is_known else Failure(code="aborted", message=str(error), status=503)
+        if isinstance(error, RequestError):
+            failure = Failure.from_error(error)
+        else:
+            failure = Failure(code="aborted", message=str(error), status=503)
         for rid, entry in list(self._requests.items()):
             entry.put(EngineCoreOutput(rid=rid, token_ids=[], finish=FinishReason.failed(failure)))
             self._abort(rid)
