@@ -144,6 +144,8 @@ async def test_the_client_gets_the_rest_through_the_first_server(
         answer = await source.http.post("/migrate", json={"rid": "x", "to": TO})
         assert answer.status_code == 200, answer.text
         assert answer.json()["num_tokens"] == 3
+        extracted = await source.http.post("/extract", json={"rid": "x"})
+        assert (extracted.status_code, extracted.json()["error"]["code"]) == (409, "migrated")
         last = results((await stream).content)[-1]
         assert last["output_ids"] == [*ALL, 0]
         assert last["meta_info"]["completion_tokens"] == 6
