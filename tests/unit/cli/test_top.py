@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import pty
+import struct
 import subprocess
 import sys
+import termios
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -90,22 +93,46 @@ def test_keys_sort_reverse_hide_and_quit(service: FleetService) -> None:
     assert not view.press("q")
 
 
-def test_it_ends_at_q_in_a_terminal(service: FleetService) -> None:
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 50)])
+def test_a_screen_has_the_columns_and_lines_that_fit(service: FleetService, width: int, height: int) -> None:
+    for number in range(3, 70):
+        url = f"http://10.0.0.{number}:30000"
+        service.workers.append(service._worker("decode", url))
+        service.observed[url] = service.observed[service.decode]
+    service.workers[9]["last_error"], service.workers[9]["is_healthy"] = "cannot connect: " + "refused " * 9, False
+    console = Console(width=width, height=height, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(TopView().render(service.url, service._objects()["/observe"], "not current: x", keys=True))
+    lines = console.export_text().splitlines()
+    assert len(lines) <= height and max(map(len, lines)) <= width
+    assert lines[-1].startswith("s/S sort") and lines[-2] == "not current: x" and lines[-3].startswith("... more")
+    dead = next(line for line in lines if "10.0.0.10:" in line)
+    assert dead.split()[:3] == ["decode", "http://10.0.0.10:30000", "dead"] and "cannot" in dead
+    heading = next(line for line in lines if line.startswith("role")).split()
+    assert {"role▲", "server", "state", "run", "wait", "trouble"} <= set(heading)
+    assert ("accept" in heading) is (width == 200)
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 50)])
+def test_it_ends_at_q_in_a_terminal(service: FleetService, width: int, height: int) -> None:
     keyboard, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
     command = [sys.executable, "-m", "pdserve", "top", service.url, "--interval", "0.2"]
-    with subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, close_fds=True) as process:
-        os.close(terminal)
-        seen = b""
-        while b"q quit" not in seen:
-            seen += os.read(keyboard, 65536)
-        os.write(keyboard, b"srq")
-        while True:
-            try:
-                if not os.read(keyboard, 65536):
-                    break
-            except OSError:  # the terminal is closed
-                break
-        assert process.wait(30) == 0
+    env = os.environ | {"TERM": "xterm-256color"}  # given, since readline has set COLUMNS behind Python's back
+    with subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=env) as process:
+        try:
+            os.close(terminal)
+            seen = b""
+            while b"q quit" not in seen:
+                seen += os.read(keyboard, 65536)
+            assert service.prefill.encode() in seen.partition(b"role")[2]
+            assert (b"accept" in seen) is (width == 200)
+            os.write(keyboard, b"srq")
+            with contextlib.suppress(OSError):  # the terminal is closed
+                while os.read(keyboard, 65536):
+                    pass
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
     os.close(keyboard)
 
 
