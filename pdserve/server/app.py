@@ -85,9 +85,7 @@ from pdserve.server.request.schemas import (
     ExtractBody,
     FunctionCallBody,
     GenerateBody,
-    LeaveGroupBody,
     LoadLoraBody,
-    MemoryTagsBody,
     MigrateBody,
     PairProbeBody,
     PauseBody,
@@ -100,6 +98,10 @@ from pdserve.server.request.schemas import (
     SuspendBody,
     TokenizeBody,
     UnloadLoraBody,
+)
+from pdserve.server.request.weights_bodies import (
+    LeaveGroupBody,
+    MemoryTagsBody,
     WeightNameBody,
     WeightsFromDiskBody,
     WeightsFromDistributedBody,

@@ -77,7 +77,7 @@ EXPLAINED_BYTES = 1 << 20
 """Larger bodies are not parsed again to accept `NaN`: Python's own parser takes many times as long."""
 
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(.*)`$")
-_UNKNOWN = re.compile(r"unknown field `(.*?)`")
+_NAMED = re.compile(r"(?:unknown|required) field `(.*?)`")
 
 
 def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -158,7 +158,8 @@ def convert(value: Any, kind: type[T], *, prefix: str = "") -> T:
     """Convert `value` to the msgspec struct `kind`.
 
     Raises:
-        RequestError: 400 naming the field (as a path, e.g. `sampling_params.top_k`) that has the wrong type.
+        RequestError: 400 naming the field (as a path, e.g. `sampling_params.top_k`) that is missing, unknown, or of a
+            wrong type.
     """
     try:
         return msgspec.convert(value, kind)
@@ -166,8 +167,8 @@ def convert(value: Any, kind: type[T], *, prefix: str = "") -> T:
         text = str(error)
         path = _PATH.search(text)
         inner = path.group(1) if path is not None else ""
-        unknown = _UNKNOWN.search(text)
-        names = (prefix, inner, unknown.group(1) if unknown is not None else "")
+        named = _NAMED.search(text)
+        names = (prefix, inner, named.group(1) if named is not None else "")
         field = ".".join(name for name in names if name)
         raise RequestError(f"{field}: {_PATH.sub('', text)}", field=field or None) from error
 
