@@ -28,10 +28,10 @@ from pdserve.bench.svg import Svg, nice_top
 
 IMAGES = report.ROOT / "docs" / "images"
 SYSTEMS = {
-    "pdserve 1P1D": ("pdserve, pair", "pair"),
-    "pdserve": ("pdserve, one server", "own"),
-    "vllm": ("vLLM, CPU build", "peer1"),
-    "llama bf16": ("llama.cpp server", "peer2"),
+    "pdserve 1P1D": ("pdserve, pair", "series1"),
+    "pdserve": ("pdserve, one server", "series4"),
+    "vllm": ("vLLM, CPU build", "series2"),
+    "llama bf16": ("llama.cpp server", "series3"),
 }
 """Those of a chart by their name in the results, in the order of the rows: label, and class of the colour."""
 WIDTH = 830

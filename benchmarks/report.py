@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 from pdserve.base.env import OPENMP_WAIT, keep_openmp_from_spinning
+from pdserve.base.host_facts import cpu_model
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -144,23 +145,6 @@ def add_write_flags(parser: argparse.ArgumentParser, name: str) -> None:
     """Whether and where results go."""
     parser.add_argument("--write", action="store_true", help=f"write <date>-{name}.md and .json")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where to")
-
-
-def cpu_model(info: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's name, and its family and model: virtual machines on different processors may have one name."""
-    try:
-        lines = info.read_text().splitlines()
-    except OSError:
-        lines = []
-    facts: dict[str, str] = {}
-    for line in lines:
-        key, _, value = line.partition(":")
-        facts.setdefault(key.strip(), value.strip())
-    if "model name" not in facts:
-        return platform.processor() or platform.machine()
-    if "cpu family" not in facts or "model" not in facts:
-        return facts["model name"]
-    return f"{facts['model name']} (family {facts['cpu family']}, model {facts['model']})"
 
 
 def git_revision() -> str:

@@ -52,13 +52,20 @@ def is_in_share(item: pytest.Item, share: float, seed: str) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put files of `LONGEST_FIRST` first, and leave out slow tests that are not in the share."""
+    """Put files of `LONGEST_FIRST` first, leave out slow tests that are not in the share, and give slow ones more time.
+
+    A slow test without a limit of its own has twice the usual one: beside other work it may take several times as long.
+    """
 
     def rank(item: pytest.Item) -> int:
         directory = item.path.parent.name
         return LONGEST_FIRST.index(directory) if directory in LONGEST_FIRST else len(LONGEST_FIRST)
 
     items.sort(key=rank)
+    limit_s = 2 * float(config.getini("timeout"))
+    for item in items:
+        if item.get_closest_marker("slow") and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(limit_s))
     share, seed = (config.getoption(name) for name in SHARE_OPTIONS)
     if share is not None:
         left_out = [item for item in items if item.get_closest_marker("slow") and not is_in_share(item, share, seed)]

@@ -3,10 +3,11 @@
     python -m benchmarks.gpu.check_cuda [--hybrid] [--write] [--skip-checks] [--skip-timings] [--models Qwen3-8B ...]
     python -m benchmarks.gpu.check_cuda --tiny          on a CPU, with tiny shapes: does the program work?
 
-First kernels beside torch's at the shapes of real models, then the checks of `executor_checks` and `ahead_checks` for
-tiny models against the CPU: with graphs and without, by each attention backend that is there. Then decode and prefill
-of models of the shapes of Qwen3-0.6B, 8B and 30B-A3B with random weights, with and without graphs and overlap, beside
-the copy bandwidth and the matmul rate of the same device in the same run, and where the time of a decode step goes.
+First kernels beside torch's at the shapes of real models, then the checks of `executor_checks`, `ahead_checks` and
+`serving_checks` for tiny models against the CPU: with graphs and without, by each attention backend that is there. Then
+decode and prefill of models of the shapes of Qwen3-0.6B, 8B and 30B-A3B with random weights, with and without graphs
+and overlap, beside the copy bandwidth and the matmul rate of the same device in the same run, and where the time of a
+decode step goes.
 
 With `--hybrid` the same of models with recurrent layers or windows: kernels of GatedDeltaNet and of windows, tiny
 models, decode and prefill of Qwen3.5-0.8B and of 8 layers of Qwen3-Next.
@@ -45,7 +46,7 @@ if __name__ == "__main__" and "--tiny" in sys.argv:
 import torch
 
 from benchmarks import report
-from benchmarks.gpu import ahead_checks, kernel_checks, kernel_timings, model_timings, timings
+from benchmarks.gpu import ahead_checks, kernel_checks, kernel_timings, model_timings, serving_checks, timings
 from benchmarks.gpu import executor_checks as checks
 from benchmarks.gpu.shapes import HYBRID_MODELS, MODELS, TINY_HYBRID_MODELS, TINY_MODELS
 from pdserve.config.groups import AttentionBackendName
@@ -99,8 +100,10 @@ def run_checks(
     return outcomes
 
 
-def checks_of(family: str, checkpoint: Path, device: checks.Device) -> list[tuple[str, Callable[[], object]]]:
-    """All checks of one model, by name."""
+def checks_of(
+    family: str, checkpoint: Path, other: Path, device: checks.Device
+) -> list[tuple[str, Callable[[], object]]]:
+    """All checks of one model, by name. `other`: a checkpoint of the model with other weights."""
     expected = checks.greedy_tokens(checkpoint, "cpu", page_size=16, chunk=None, dtype="float32")
     return [
         *(
@@ -138,6 +141,14 @@ def checks_of(family: str, checkpoint: Path, device: checks.Device) -> list[tupl
             )
             for size in checks.PAGE_SIZES
         ),
+        *(
+            (
+                f"{family}: pages to the host tier and back beside steps, page size {size}",
+                partial(serving_checks.check_host_tier, checkpoint, device, size),
+            )
+            for size in checks.PAGE_SIZES
+        ),
+        (f"{family}: other weights", partial(serving_checks.check_other_weights, checkpoint, other, device)),
     ]
 
 
@@ -154,7 +165,8 @@ def check_kernels(deadline: float) -> tuple[list[Outcome], list[str]]:
 def check_family(family: Family, deadline: float) -> tuple[list[Outcome], list[str]]:
     """The same of a tiny model."""
     with tempfile.TemporaryDirectory() as directory:
-        return _run_until(checks_of(family, make_tiny(family, Path(directory)), "cuda"), deadline)
+        checkpoint, other = (make_tiny(family, Path(directory, name), seed=seed) for seed, name in enumerate("ab"))
+        return _run_until(checks_of(family, checkpoint, other, "cuda"), deadline)
 
 
 def check_hybrid_kernels(deadline: float) -> tuple[list[Outcome], list[str]]:

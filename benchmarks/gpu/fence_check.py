@@ -30,6 +30,7 @@ import torch
 
 from benchmarks import report
 from benchmarks.gpu.pair_on_one_gpu import EXIT_FAILED, EXIT_NO_DEVICE, LOADERS, engines_there
+from pdserve.base.host_facts import cpu_model
 from pdserve.errors import PdserveError, TransferError
 from pdserve.transfer.registry import open_transport
 from pdserve.transfer.transport import Copy, MemoryRegion, Transport
@@ -201,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_NO_DEVICE
     facts = {
         "date": report.today(),
-        "device": torch.cuda.get_device_name() if args.device == "cuda" else report.cpu_model(),
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else cpu_model(),
         "torch": torch.__version__,
         "revision": report.git_revision(),
         "command": report.command_line("benchmarks.gpu.fence_check", argv),

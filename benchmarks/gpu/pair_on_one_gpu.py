@@ -44,6 +44,7 @@ import torch
 from benchmarks import first_token, report
 from benchmarks.answers import INCREMENTAL, Answer, equal_tokens, read_answer
 from benchmarks.gpu.shapes import HYBRID_MODELS, MODELS, TINY_HYBRID_MODELS, TINY_MODELS
+from pdserve.base.host_facts import cpu_model
 from pdserve.base.process import Child
 from pdserve.errors import PdserveError
 from pdserve.launch_local import SERVER_COMMAND, LocalConfig, LocalService
@@ -370,7 +371,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     facts = {
         "date": report.today(),
-        "device": torch.cuda.get_device_name() if args.device == "cuda" else report.cpu_model(),
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else cpu_model(),
         "torch": torch.__version__,
         "revision": report.git_revision(),
         "command": report.command_line("benchmarks.gpu.pair_on_one_gpu", argv),

@@ -6,25 +6,25 @@
 from __future__ import annotations
 
 import dataclasses
+import platform
 import shutil
 import socket
 import time
 from pathlib import Path
 
-import psutil
-
-from pdserve.base.host_memory import available_bytes
+from pdserve.base.host_memory import available_bytes, total_bytes
 
 INFINIBAND = Path("/sys/class/infiniband")
 SHARED_MEMORY = Path("/dev/shm")
+CPU_INFO = Path("/proc/cpuinfo")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostFacts:
     """Facts of one host at one moment.
 
-    `time_s`: seconds since 1970 by this host's clock. `memory_available_bytes` is bounded by the container's limit,
-    `memory_total_bytes` is not. `shm_free_bytes`: free space of `/dev/shm`. `rdma_devices`: names of the kernel's RDMA
+    `time_s`: seconds since 1970 by this host's clock. Both memory sizes are bounded by the container's limits.
+    `shm_free_bytes`: free space of `/dev/shm`. `rdma_devices`: names of the kernel's RDMA
     devices, such as `mlx5_0`.
     """
 
@@ -39,7 +39,7 @@ class HostFacts:
 def host_facts() -> HostFacts:
     """Read the facts. Takes less than a millisecond; raises nothing."""
     try:
-        available, total = available_bytes(), psutil.virtual_memory().total
+        available, total = available_bytes(), total_bytes()
     except (OSError, ValueError):
         available, total = None, None
     try:
@@ -62,3 +62,20 @@ def rdma_devices(folder: Path = INFINIBAND) -> tuple[str, ...]:
         return tuple(sorted(entry.name for entry in folder.iterdir()))
     except OSError:
         return ()
+
+
+def cpu_model(info: Path = CPU_INFO) -> str:
+    """Return the processor's name with its family and model: machines on different processors may have one name."""
+    try:
+        lines = info.read_text().splitlines()
+    except OSError:
+        lines = []
+    facts: dict[str, str] = {}
+    for line in lines:
+        key, _, value = line.partition(":")
+        facts.setdefault(key.strip(), value.strip())
+    if "model name" not in facts:
+        return platform.processor() or platform.machine()
+    if "cpu family" not in facts or "model" not in facts:
+        return facts["model name"]
+    return f"{facts['model name']} (family {facts['cpu family']}, model {facts['model']})"

@@ -21,9 +21,25 @@ def available_bytes() -> int:
     return max(0, min(left))
 
 
+def total_bytes() -> int:
+    """Return the memory of this host, or the least cgroup limit of this process if that is less."""
+    limits = [psutil.virtual_memory().total]
+    with contextlib.suppress(OSError):
+        limits += [limit for limit, _ in _groups(CGROUPS, OWN_CGROUP.read_text())]
+    return min(limits)
+
+
 def _left_in_groups(root: Path, own: str) -> list[int]:
-    """Bytes left under each cgroup limit (v2, v1) of this process; `own` is the text of `/proc/self/cgroup`."""
-    left: list[int] = []
+    """Return the bytes left under each cgroup limit of this process."""
+    return [left for _, left in _groups(root, own)]
+
+
+def _groups(root: Path, own: str) -> list[tuple[int, int]]:
+    """Return each cgroup limit (v2, v1) of this process in bytes, and the bytes left under it.
+
+    `own` is the text of `/proc/self/cgroup`.
+    """
+    found: list[tuple[int, int]] = []
     for line in own.splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -34,18 +50,21 @@ def _left_in_groups(root: Path, own: str) -> list[int]:
             continue
         group = top / path.lstrip("/")
         for directory in (group, *group.parents):
-            left += _left_in(directory, *names)
+            found += _limit_of(directory, *names)
             if directory == top:
                 break
-    return left
+    return found
 
 
-def _left_in(group: Path, limit_name: str, used_name: str, cache_name: str) -> list[int]:
-    """Bytes left under one group's limit, empty without a limit. Page cache that can be dropped counts as free."""
+def _limit_of(group: Path, limit_name: str, used_name: str, cache_name: str) -> list[tuple[int, int]]:
+    """Return a group's limit and the bytes left under it, empty without a limit.
+
+    Page cache that can be dropped counts as left.
+    """
     with contextlib.suppress(OSError, ValueError):
         limit, used = int((group / limit_name).read_text()), int((group / used_name).read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return [limit - used + int(stat.get(cache_name, 0))]
+        return [(limit, limit - used + int(stat.get(cache_name, 0)))]
     return []
 
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from pdserve.bench.client import BenchClient, BenchRecord, Clock
-from pdserve.bench.load import BenchSession, LoadOutcome, Sleep, arrival_times, run_load
-from pdserve.bench.metrics import METRICS, PERCENTILES, Slo, detailed, summarize
+from pdserve.bench.load import BackgroundLoad, BenchSession, BenchTurn, LoadOutcome, Sleep, arrival_times, run_load
+from pdserve.bench.metrics import METRICS, PERCENTILES, Slo, detailed, summarize, summarize_background
 from pdserve.errors import ConfigError
 
 Json = dict[str, Any]
@@ -27,14 +27,20 @@ NOT_READY = ("connection", "disconnected", "http_503")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoadPoint:
-    """A load: requests per second (inf: all at once), and requests in flight at most (None: no limit)."""
+    """A load: requests per second (inf: all at once), and requests in flight at most (None: no limit).
+
+    `background`: clients that send the plan's background requests beside them; None: the plan has none.
+    """
 
     rate: float = math.inf
     max_concurrency: int | None = None
+    background: int | None = None
 
     def __str__(self) -> str:
-        rate = "all at once" if math.isinf(self.rate) else f"{self.rate:g} requests/s"
-        return rate if self.max_concurrency is None else f"{rate}, {self.max_concurrency} in flight"
+        parts = ["all at once" if math.isinf(self.rate) else f"{self.rate:g} requests/s"]
+        parts += [] if self.max_concurrency is None else [f"{self.max_concurrency} in flight"]
+        parts += [] if self.background is None else [f"{self.background} in the background"]
+        return ", ".join(parts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,9 +53,17 @@ class BenchService:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchPlan:
-    """What to run. `sessions` makes the requests for a seed; equal seeds must give equal requests."""
+    """What to run.
 
-    sessions: Callable[[int], Sequence[BenchSession]]
+    `sessions` makes the requests of a load for a seed, `background` those beside them, without an end; equal seeds must
+    give equal requests. `duration_s`: a run ends after so many seconds. `warmup_s`: seconds at the start of a run that
+    do not count, after which the background begins.
+    """
+
+    sessions: Callable[[int, LoadPoint], Sequence[BenchSession]]
+    background: Callable[[int], Iterator[BenchTurn]] | None = None
+    duration_s: float | None = None
+    warmup_s: float = 0.0
     points: Sequence[LoadPoint] = (LoadPoint(),)
     rounds: int = 1
     warmups: int = 1
@@ -115,7 +129,7 @@ class Campaign:
         count = self._plan.warmups
         if count == 0:
             return
-        sessions = list(self._plan.sessions(self._plan.seed - 1))
+        sessions = list(self._plan.sessions(self._plan.seed - 1, self._plan.points[0]))
         first = [dataclasses.replace(sessions[index % len(sessions)], at_s=None) for index in range(count)]
         for service in self._services:
             self._progress.begin(f"{service.label}: warm-up", count)
@@ -126,14 +140,12 @@ class Campaign:
                 text = f"{failed.error_kind}: {failed.error}"
                 raise ConfigError(f"{service.client.target.url}: the warm-up failed: {text}", field="base_url")
 
-    async def search(
-        self, service: BenchService, first_rate: float, max_concurrency: int | None
-    ) -> tuple[Json, list[Json]]:
+    async def search(self, service: BenchService, first_rate: float, load: LoadPoint) -> tuple[Json, list[Json]]:
         """Search the highest rate at which the target's share of requests is within the limits.
 
         Doubles or halves the rate until one is within and one is not, then halves the interval between them; at most
         `MAX_SEARCH_RUNS` runs. Ends at a run beyond the limits whose requests were never two at a time: a lower rate is
-        no better.
+        no better. `load` has what is the same at all rates.
 
         Returns:
             The best rate (None: none was within) with its share, and the results of all runs.
@@ -143,7 +155,7 @@ class Campaign:
         results: list[Json] = []
         rate = first_rate
         while len(results) < MAX_SEARCH_RUNS:
-            point = LoadPoint(rate=rate, max_concurrency=max_concurrency)
+            point = dataclasses.replace(load, rate=rate)
             found = await self._run_one(service, point, 0, self._plan.seed + 1000 + len(results))
             results.append(found)
             if found["goodput_share"] >= self._plan.goodput_target:
@@ -167,13 +179,20 @@ class Campaign:
 
     async def _run_one(self, service: BenchService, point: LoadPoint, round_index: int, seed: int) -> Json:
         plan = self._plan
-        sessions = plan.sessions(seed)
+        sessions = plan.sessions(seed, point)
         drawn = arrival_times(len(sessions), point.rate, plan.burstiness, seed)
         arrivals = [at if one.at_s is None else one.at_s for one, at in zip(sessions, drawn, strict=True)]
         timed = any(one.at_s is not None for one in sessions)
         what = "times of the file" if timed else str(point)
         self._progress.begin(f"{service.label}: {what}", sum(len(session.turns) for session in sessions))
-        outcome = await self._load(service, sessions, arrivals, point.max_concurrency)
+        background = None
+        if plan.background is not None and point.background:
+            turns = plan.background(seed)
+            background = BackgroundLoad(turns=turns, concurrency=point.background, start_s=plan.warmup_s)
+        outcome = await self._load(
+            service, sessions, arrivals, point.max_concurrency, duration_s=plan.duration_s, background=background
+        )
+        whole_s = max(outcome.duration_s, 1e-9)
         found: Json = {
             "date": time.strftime("%Y%m%d-%H%M%S"),
             "backend": service.client.target.backend,
@@ -185,29 +204,42 @@ class Campaign:
             "request_rate": "trace" if timed else "inf" if math.isinf(point.rate) else point.rate,
             "burstiness": plan.burstiness,
             "max_concurrency": point.max_concurrency,
+            "background_concurrency": point.background,
             "round": round_index,
             "seed": seed,
         }
         found |= summarize(
             outcome.records,
-            max(outcome.duration_s, 1e-9),
+            whole_s,
+            since_s=plan.warmup_s,
             slo=plan.slo,
             metrics=plan.metrics,
             percentiles=plan.percentiles,
         )
+        if background is not None:
+            found |= summarize_background(outcome.background, whole_s, plan.warmup_s)
         if plan.save_detailed:
             found |= detailed(outcome.records)
         self._progress.end(found)
         return found
 
     async def _load(
-        self, service: BenchService, sessions: Sequence[BenchSession], arrivals: Sequence[float], limit: int | None
+        self,
+        service: BenchService,
+        sessions: Sequence[BenchSession],
+        arrivals: Sequence[float],
+        limit: int | None,
+        *,
+        duration_s: float | None = None,
+        background: BackgroundLoad | None = None,
     ) -> LoadOutcome:
         return await run_load(
             service.client,
             sessions,
             arrivals_s=arrivals,
             max_concurrency=limit,
+            duration_s=duration_s,
+            background=background,
             on_done=self._progress.done,
             clock=self._clock,
             sleep=self._sleep,

@@ -7,13 +7,18 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pdserve.bench.svg import Point, Svg, nice_top
+from pdserve.bench.results import LOAD_FIELDS, loads_of
+from pdserve.bench.svg import SERIES, Point, Svg, nice_top
 
 Json = dict[str, Any]
 WIDTH, HEIGHT = 640, 300
 LEFT, RIGHT, TOP, BASE = 64, WIDTH - 20, 76, HEIGHT - 44
 LEGEND_LINE = 18
-SERIES_COLOURS = ("pair", "peer1", "peer2", "own")
+AXES = {
+    "request_rate": "request rate, requests/s",
+    "max_concurrency": "requests in flight at most",
+    "background_concurrency": "background clients",
+}
 LATENCIES = (("ttft", "Time to first token"), ("ttst", "Time to second token"), ("tpot", "Time per output token"),
              ("itl", "Inter-token latency"), ("e2el", "End-to-end latency"))  # fmt: skip
 
@@ -80,35 +85,45 @@ def _ticks(top: float, step: float) -> list[float]:
 def charts_of(results: Sequence[Json]) -> list[NamedChart]:
     """Return the charts that fit the results: curves over a sweep's loads, else those of each single load."""
     labels = list(dict.fromkeys(result["label"] for result in results))
-    colours = {label: SERIES_COLOURS[index % len(SERIES_COLOURS)] for index, label in enumerate(labels)}
-    loads = {(result["request_rate"], result["max_concurrency"]) for result in results}
-    return sweep_charts(results, colours) if len(loads) > 1 else single_charts(results, colours)
+    colours = {label: SERIES[index % len(SERIES)] for index, label in enumerate(labels)}
+    several = len(loads_of(results)) > 1
+    return sweep_charts(results, colours) if several else single_charts(results, colours)
+
+
+def _axis(results: Sequence[Json]) -> str:
+    """Return the field of the load that has several numbers; the request rate before the others."""
+    for field in LOAD_FIELDS:
+        if len({one.get(field) for one in results if isinstance(one.get(field), int | float)}) > 1:
+            return field
+    return "max_concurrency"
+
+
+def _group(result: Json, others: Sequence[str]) -> tuple[Any, ...]:
+    return (result["label"], *(result.get(name) for name in others))
 
 
 def sweep_charts(results: Sequence[Json], colours: dict[str, str]) -> list[NamedChart]:
     """Return curves over the loads: medians of the rounds of each load."""
-    rates = {result["request_rate"] for result in results}
-    field = "request_rate" if len(rates - {"inf"}) > 1 else "max_concurrency"
-    x_name = "request rate, requests/s" if field == "request_rate" else "requests in flight at most"
+    field = _axis(results)
     used = [result for result in results if isinstance(result[field], int | float)]
-    other = "max_concurrency" if field == "request_rate" else "request_rate"
-    groups = list(dict.fromkeys((result["label"], result[other]) for result in used))
-    several = len({value for _, value in groups}) > 1
+    others = [name for name in LOAD_FIELDS if name != field and len({one.get(name) for one in used}) > 1]
+    groups = list(dict.fromkeys(_group(result, others) for result in used))
+    several = bool(others)
 
     def curves(metric: str, suffix: str = "", *, dashed: bool = False) -> list[ChartSeries]:
         found = []
-        for label, value in groups:
-            mine = [one for one in used if (one["label"], one[other]) == (label, value) and one.get(metric) is not None]
+        for place, (label, *values) in enumerate(groups):
+            mine = [one for one in used if _group(one, others) == (label, *values) and one.get(metric) is not None]
             at = sorted({one[field] for one in mine})
             points = [(x, statistics.median(one[metric] for one in mine if one[field] == x)) for x in at]
-            name = label + (f", {other.replace('_', ' ')} {value}" if several else "") + suffix
+            parts = [f"{other.replace('_', ' ')} {value}" for other, value in zip(others, values, strict=True)]
+            name = ", ".join([label, *parts]) + suffix
             if points:
-                colour = (
-                    SERIES_COLOURS[groups.index((label, value)) % len(SERIES_COLOURS)] if several else colours[label]
-                )
+                colour = SERIES[place % len(SERIES)] if several else colours[label]
                 found.append(ChartSeries(name=name, points=points, colour=colour, dashed=dashed, marks=True))
         return found
 
+    x_name = AXES[field]
     made = [line_chart("Output throughput", x_name, "tokens/s", curves("output_throughput"))]
     made += [
         line_chart(title, x_name, "ms", [*curves(f"median_{name}_ms", " p50"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 import time
@@ -37,7 +38,8 @@ class BenchRecord:
 
     `start_s` is in seconds after the start of the run; all other times are in seconds after `start_s`. `arrivals_s` has
     the time of each event with text, `end_s` that of the last event of the answer. `counted_by` says what
-    `output_tokens` counts: `usage`, or `events` at a server that sends no usage. `error_kind` None: a whole answer.
+    `output_tokens` counts: `usage`, or `events` at a server that sends no usage. `unfinished`: the run ended before the
+    answer did; `end_s` is then the end of the run. `error_kind` None and not `unfinished`: a whole answer.
     """
 
     start_s: float = 0.0
@@ -48,8 +50,14 @@ class BenchRecord:
     output_tokens: int = 0
     counted_by: str = "usage"
     text: str = ""
+    unfinished: bool = False
     error_kind: str | None = None
     error: str = ""
+
+    @property
+    def whole(self) -> bool:
+        """Whether the answer came to its end."""
+        return self.error_kind is None and not self.unfinished
 
     @property
     def ttft_s(self) -> float | None:
@@ -103,10 +111,19 @@ class EventReader:
         record = self.record
         if not self.done:
             record.fail("truncated", "the stream ended without [DONE]")
-        if not self._usage_seen:
-            record.output_tokens, record.counted_by = len(record.arrivals_s), "events"
+        self._count_events()
         if not record.arrivals_s and record.output_tokens > 0 and record.error_kind is None:
             record.arrivals_s.append(record.end_s)  # its tokens have no text
+
+    def cut(self, at_s: float) -> None:
+        """Take the end of the run, `at_s` seconds after the request's start."""
+        self.record.unfinished, self.record.end_s = True, at_s
+        self._count_events()
+
+    def _count_events(self) -> None:
+        """Count the events with text as tokens where no usage came."""
+        if not self._usage_seen:
+            self.record.output_tokens, self.record.counted_by = len(self.record.arrivals_s), "events"
 
     def _take(self, data: bytes, at_s: float) -> None:
         if data == b"[DONE]":
@@ -274,14 +291,22 @@ class BenchClient:
         except (ValueError, LookupError, TypeError) as error:
             raise ConfigError(f"{url} lists no model; give --model", field="model") from error
 
-    async def send(self, prompt: Prompt, output_len: int, run_start: float = 0.0) -> BenchRecord:
+    async def send(
+        self, prompt: Prompt, output_len: int, run_start: float = 0.0, record: BenchRecord | None = None
+    ) -> BenchRecord:
         """Send a request and read its answer to the end. Never raises for what the server does.
 
-        `run_start` is the clock at the start of the run. Raises ConfigError as `BenchTarget.body`.
+        Args:
+            run_start: the clock at the start of the run.
+            record: filled in and returned. When this task is cancelled it has what came until then, as `unfinished`.
+
+        Raises:
+            ConfigError: as `BenchTarget.body`.
         """
         assert self._session is not None
         data = orjson.dumps(self.target.body(prompt, output_len))
-        record = BenchRecord()
+        record = BenchRecord() if record is None else record
+        reader = EventReader(record)
         began = self._clock()
         record.start_s = began - run_start
         try:
@@ -289,7 +314,10 @@ class BenchClient:
                 if response.status != 200:
                     record.fail(f"http_{response.status}", refusal_of(await response.content.read(1 << 16)))
                 else:
-                    await self._read(response, record, began)
+                    await self._read(response, reader, began)
+        except asyncio.CancelledError:
+            reader.cut(self._clock() - began)
+            raise
         except TimeoutError:
             record.fail("timeout", f"no end within {self.target.timeout_s:g} s")
         except (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError) as error:
@@ -300,8 +328,7 @@ class BenchClient:
             record.fail("invalid_answer", f"{type(error).__name__}: {error}")
         return record
 
-    async def _read(self, response: aiohttp.ClientResponse, record: BenchRecord, began: float) -> None:
-        reader = EventReader(record)
+    async def _read(self, response: aiohttp.ClientResponse, reader: EventReader, began: float) -> None:
         async for chunk in response.content.iter_any():
             reader.feed(chunk, self._clock() - began)
             if reader.done:

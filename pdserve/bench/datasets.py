@@ -51,6 +51,13 @@ def make_sessions(options: DatasetOptions, maker: PromptMaker, seed: int) -> lis
     return sessions
 
 
+def background_turns(maker: PromptMaker, seed: int, input_len: int, output_len: int) -> Iterator[BenchTurn]:
+    """Yield requests of random prompts of one length, without an end: the same for the same seed."""
+    rng = random.Random(f"{seed}/background")
+    while True:
+        yield _turn(maker.prompt(rng, input_len), output_len)
+
+
 def _length(rng: random.Random, length: int, ratio: float) -> int:
     """Return a length from `length * (1 - ratio)` to `length * (1 + ratio)`, at least 1."""
     low, high = math.floor(length * (1 - ratio)), math.ceil(length * (1 + ratio))

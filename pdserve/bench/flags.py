@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pdserve.bench.campaign import LoadPoint
 from pdserve.bench.client import ENDPOINTS, BenchTarget, backend_of
 from pdserve.bench.datasets import MAKERS, DatasetOptions
 from pdserve.bench.metrics import METRICS, PERCENTILES, SLO_METRICS, Slo
@@ -18,6 +20,7 @@ from pdserve.errors import ConfigError
 from pdserve.http.credentials import API_KEY
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+BACKGROUND_INPUT_LEN, BACKGROUND_OUTPUT_LEN = 4096, 16
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -54,10 +57,21 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     add("--num-warmups", type=int, default=1, metavar="N", help="requests before the first run of a service (1)")
     add("--request-rate", type=float, nargs="+", default=[math.inf], metavar="R",
         help="requests per second; several: a run each; inf: all at once (inf)")  # fmt: skip
+    add("--prompts-per-concurrency", type=int, metavar="N",
+        help="requests of a run for each of --max-concurrency, in the place of --num-prompts")  # fmt: skip
     add("--burstiness", type=float, default=1.0, metavar="B",
         help="shape of the gaps between requests (1); 1: Poisson, below: bursts, above: more even")  # fmt: skip
     add("--max-concurrency", type=int, nargs="+", metavar="N", help="requests in flight at most; several: a run each")
     add("--num-rounds", type=int, default=1, metavar="N", help="times that each run is repeated (1)")
+    add("--duration", type=float, metavar="S", help="seconds of a run; requests that run then are cut")
+    add("--warmup-duration", type=float, default=0.0, metavar="S",
+        help="seconds at the start of a run that do not count (0); background requests begin after them")  # fmt: skip
+    add("--background-concurrency", type=int, nargs="+", metavar="N",
+        help="clients that send background requests, each one at a time; several: a run each")  # fmt: skip
+    add("--background-input-len", type=int, metavar="N",
+        help=f"tokens of a background prompt ({BACKGROUND_INPUT_LEN})")  # fmt: skip
+    add("--background-output-len", type=int, metavar="N",
+        help=f"tokens of its answer ({BACKGROUND_OUTPUT_LEN})")  # fmt: skip
     add("--seed", type=int, default=0, help="seed of prompts and times (0); each run of a sweep has prompts of its own")
 
 
@@ -112,10 +126,12 @@ def check(args: argparse.Namespace) -> None:
                  "prefix_repetition_prefix_len", "prefix_repetition_suffix_len", "prefix_repetition_num_prefixes",
                  "prefix_repetition_output_len"):  # fmt: skip
         _require(getattr(args, name) >= 1, name, "must be at least 1")
-    for name in ("num_warmups", "random_prefix_len", "conversation_pause", "temperature", "ready_check_timeout_sec"):
+    for name in ("num_warmups", "random_prefix_len", "conversation_pause", "temperature", "ready_check_timeout_sec",
+                 "warmup_duration"):  # fmt: skip
         _require(0 <= getattr(args, name) < math.inf, name, "must be at least 0")
     for name in ("burstiness", "mooncake_slowdown_factor", "length_scale", "request_timeout"):
         _require(0 < getattr(args, name) < math.inf, name, "must be above 0")
+    _check_load(args)
     _require(all(rate > 0 for rate in args.request_rate), "request_rate", "must be above 0, or inf")
     _require(all(one >= 1 for one in args.max_concurrency or []), "max_concurrency", "must be at least 1")
     _require(0 <= args.random_range_ratio < 1, "random_range_ratio", "must be at least 0 and below 1")
@@ -125,8 +141,9 @@ def check(args: argparse.Namespace) -> None:
     _require(args.top_p is None or 0 < args.top_p <= 1, "top_p", "must be above 0 and at most 1")
     if args.search_goodput:
         _require(bool(args.goodput), "search_goodput", "needs --goodput")
-        single = len(args.request_rate) == 1 and len(args.max_concurrency or [0]) == 1 and args.num_rounds == 1
-        what = "has one --request-rate to begin with, at most one --max-concurrency, and one round"
+        lists = (args.request_rate, args.max_concurrency or [0], args.background_concurrency or [0])
+        single = all(len(one) == 1 for one in lists) and args.num_rounds == 1
+        what = "has one --request-rate to begin with, one --max-concurrency and --background-concurrency, and one round"
         _require(single, "search_goodput", what)
     _require(args.save_result or args.result_dir is None, "result_dir", "has no use without --save-result")
     _require(args.compare is not None or args.compare_label is None, "compare_label", "has no use without --compare")
@@ -142,6 +159,23 @@ def check(args: argparse.Namespace) -> None:
         good = url is None or url.startswith(("http://", "https://"))
         _require(good, name, f"must be such as {DEFAULT_URL}, not {url!r}")
     percentiles_of(args), metrics_of(args), Slo.parse(args.goodput), metadata_of(args)
+
+
+def _check_load(args: argparse.Namespace) -> None:
+    for name in ("prompts_per_concurrency", "background_input_len", "background_output_len"):
+        value = getattr(args, name)
+        _require(value is None or value >= 1, name, "must be at least 1")
+    has_limit = args.max_concurrency is not None
+    _require(args.prompts_per_concurrency is None or has_limit, "prompts_per_concurrency", "needs --max-concurrency")
+    _require(args.duration is None or 0 < args.duration < math.inf, "duration", "must be above 0")
+    _require(not args.warmup_duration or args.duration is not None, "warmup_duration", "needs --duration")
+    _require(
+        args.duration is None or args.warmup_duration < args.duration, "warmup_duration", "must be below --duration"
+    )
+    _require(all(one >= 0 for one in args.background_concurrency or []), "background_concurrency", "must be at least 0")
+    for name in ("background_input_len", "background_output_len"):
+        used = args.background_concurrency is not None
+        _require(used or getattr(args, name) is None, name, "has no use without --background-concurrency")
 
 
 def _require(good: bool, name: str, what: str) -> None:
@@ -232,8 +266,33 @@ def maker_of(args: argparse.Namespace, backend: str) -> PromptMaker:
     return PromptMaker(kind, None if name is None else open_tokenizer(name), args.vocab_size)
 
 
-def dataset_of(args: argparse.Namespace) -> DatasetOptions:
-    """Return the dataset that the flags describe."""
+def background_of(args: argparse.Namespace) -> tuple[int, int]:
+    """Return the lengths of a background request in tokens: its prompt and its answer."""
+    return args.background_input_len or BACKGROUND_INPUT_LEN, args.background_output_len or BACKGROUND_OUTPUT_LEN
+
+
+def lengths_of(args: argparse.Namespace) -> dict[str, int]:
+    """Return the lengths of requests for the results: those of random prompts, and of background requests."""
+    lengths: dict[str, int] = {}
+    if args.dataset_name == "random":
+        lengths |= {"random_input_len": args.random_input_len, "random_output_len": args.random_output_len}
+    if args.background_concurrency is not None:
+        lengths |= dict(zip(("background_input_len", "background_output_len"), background_of(args), strict=True))
+    return lengths
+
+
+def points_of(args: argparse.Namespace) -> list[LoadPoint]:
+    """Return the loads: each rate with each concurrency and each number of background clients."""
+    lists = (args.request_rate, args.max_concurrency or [None], args.background_concurrency or [None])
+    return [LoadPoint(rate=rate, max_concurrency=limit, background=background)
+            for rate, limit, background in itertools.product(*lists)]  # fmt: skip
+
+
+def dataset_of(args: argparse.Namespace, point: LoadPoint | None = None) -> DatasetOptions:
+    """Return the dataset that the flags describe; its number of requests is that of a load."""
+    num_prompts = args.num_prompts
+    if args.prompts_per_concurrency is not None and point is not None and point.max_concurrency is not None:
+        num_prompts = args.prompts_per_concurrency * point.max_concurrency
     repeated = args.dataset_name == "prefix_repetition"
     output_len = args.prefix_repetition_output_len if repeated else args.random_output_len
     if args.dataset_name == "custom" and args.custom_output_len is not None:
@@ -241,7 +300,7 @@ def dataset_of(args: argparse.Namespace) -> DatasetOptions:
     return DatasetOptions(
         name=args.dataset_name,
         path=args.dataset_path,
-        num_prompts=args.num_prompts,
+        num_prompts=num_prompts,
         input_len=args.random_input_len,
         output_len=output_len,
         range_ratio=args.random_range_ratio,

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from pdserve.bench.charts import charts_of
+from pdserve.bench.charts import NamedChart, charts_of
 from pdserve.bench.metrics import METRICS, percentile_name
-from pdserve.bench.svg import grid, sheet
-from pdserve.bench.text_report import COLUMNS, best_rate, comparison
+from pdserve.bench.svg import Svg, grid, sheet
+from pdserve.bench.text_report import best_rate, columns_of, comparisons
 from pdserve.errors import ConfigError
 
 Json = dict[str, Any]
@@ -33,22 +33,22 @@ pre { overflow-x: auto }
 """
 
 
-def page(report: Json) -> str:
-    """Return the file for a report of `pdserve bench`."""
+def page(report: Json, first_charts: Sequence[NamedChart] = ()) -> str:
+    """Return the file for a report of `pdserve bench`; `first_charts` stand before those of the results."""
     results: Sequence[Json] = report["results"]
-    charts = charts_of(results)
+    charts = [*first_charts, *charts_of(results)]
     services = " and ".join(dict.fromkeys(f"{one['label']} ({one['endpoint']})" for one in results))
     machine, date = report["machine"], results[0]["date"]
     day, clock = f"{date[:4]}-{date[4:6]}-{date[6:8]}", f"{date[9:11]}:{date[11:13]}"
     facts = (
         f"{services}; model {results[0]['model_id']}; {results[0]['dataset_name']} requests; {day} {clock}; "
-        f"client on {machine['cpus']} cores, {machine['platform']}; pdserve {report['version']}"
+        f"client on {machine.get('cpus', '?')} cores, {machine.get('platform', '?')}; pdserve {report['version']}"
     )
     shown = json.dumps(report["flags"], indent=2)
     parts = [
         "<h1>Serving benchmark</h1>", f"<p>{escape(facts)}</p>", *_searches(report),
         "<h2>Runs</h2>", f"<p>Latencies in milliseconds.{escape(_limits(results))}</p>",
-        _table([heading for heading, _, _ in _columns(results)], _runs(results)),
+        _table([heading for heading, _, _ in columns_of(results)], _runs(results)),
         *_comparison(results), *_errors(results),
         "<h2>Charts</h2>", '<div class="charts">', *(chart.svg.inline(chart.title) for chart in charts), "</div>",
         "<h2>Latencies, ms</h2>", _table(["run", "metric", *_kinds(results)], _latencies(results), "named"),
@@ -65,12 +65,12 @@ def page(report: Json) -> str:
 
 
 def _comparison(results: Sequence[Json]) -> list[str]:
-    headings, rows = comparison(results)
-    if not rows:
-        return []
-    first, second = dict.fromkeys(result["label"] for result in results)
     told = "Each ratio is taken within a round: the median of the rounds (least-most)."
-    return [f"<h2>{escape(second)} / {escape(first)}</h2>", f"<p>{told}</p>", _table(headings, rows)]
+    return [
+        part
+        for one in comparisons(results)
+        for part in (f"<h2>{escape(one.title)}</h2>", f"<p>{told}</p>", _table(one.headings, one.rows))
+    ]
 
 
 def _limits(results: Sequence[Json]) -> str:
@@ -79,12 +79,8 @@ def _limits(results: Sequence[Json]) -> str:
     return f" In SLO: the share of requests with {told}." if told else ""
 
 
-def _columns(results: Sequence[Json]) -> list[tuple[str, str, str]]:
-    return [column for column in COLUMNS if any(result.get(column[1]) is not None for result in results)]
-
-
 def _runs(results: Sequence[Json]) -> list[list[str]]:
-    columns = _columns(results)
+    columns = columns_of(results)
     return [[_number(result.get(name), form) for _, name, form in columns] for result in results]
 
 
@@ -107,8 +103,10 @@ def _latencies(results: Sequence[Json]) -> list[list[str]]:
 
 def _errors(results: Sequence[Json]) -> list[str]:
     rows = [
-        [f"{number}: {result['label']}", kind, str(count)]
-        for number, result in enumerate(results, 1) for kind, count in result["error_kinds"].items()
+        [f"{number}: {result['label']}{where}", kind, str(count)]
+        for number, result in enumerate(results, 1)
+        for name, where in (("error_kinds", ""), ("background_error_kinds", ", background"))
+        for kind, count in result.get(name, {}).items()
     ]  # fmt: skip
     messages = dict.fromkeys(text for result in results for text in result["error_messages"])
     items = "".join(f"<li>{escape(text)}</li>" for text in messages)
@@ -137,15 +135,16 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "
 
 
 def png(report: Json, *, width: int = 1920) -> bytes:
-    """Return the charts as one PNG of `width` pixels, in the light scheme.
+    """Return the charts as one PNG of `width` pixels, in the light scheme. Raises ConfigError as `check_png`."""
+    return image(grid([chart.svg for chart in charts_of(report["results"])], 2), width)
 
-    Raises:
-        ConfigError: as `check_png`.
-    """
+
+def image(chart: Svg, width: int) -> bytes:
+    """Return a drawing as a PNG of `width` pixels, in the light scheme. Raises ConfigError as `check_png`."""
     check_png()
     from resvg_py import svg_to_bytes
 
-    drawing = grid([chart.svg for chart in charts_of(report["results"])], 2).render("Serving benchmark", scheme=0)
+    drawing = chart.render("Serving benchmark", scheme=0)
     # The list of fonts of a page means none that every machine has.
     drawing = drawing.replace("-apple-system, ", "")
     return bytes(svg_to_bytes(svg_string=drawing, width=width))

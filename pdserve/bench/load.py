@@ -9,11 +9,14 @@ import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any
 
 from pdserve.bench.client import BenchClient, BenchRecord, Clock, Prompt
 
 Sleep = Callable[[float], Awaitable[None]]
 OnDone = Callable[[BenchRecord], None]
+BACKGROUND_RETRY_S = 1.0
+"""A background client waits so long after a request that failed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,11 +42,25 @@ class BenchSession:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class BackgroundLoad:
+    """Requests beside those of a run, with figures of their own.
+
+    `concurrency` clients take the next of `turns`, which never ends, each after the answer to its last one, from
+    `start_s` seconds after the start until the run ends.
+    """
+
+    turns: Iterator[BenchTurn]
+    concurrency: int
+    start_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LoadOutcome:
-    """Records in the order of the sessions, and the seconds from the start to the last answer."""
+    """Records in the order of the sessions, those of the background, and the seconds from the start to the end."""
 
     records: list[BenchRecord]
     duration_s: float
+    background: list[BenchRecord] = dataclasses.field(default_factory=list)
 
 
 def single(prompts: Sequence[Prompt], output_len: int) -> list[BenchSession]:
@@ -74,52 +91,78 @@ async def run_load(
     *,
     arrivals_s: Sequence[float],
     max_concurrency: int | None = None,
+    duration_s: float | None = None,
+    background: BackgroundLoad | None = None,
     on_done: OnDone = lambda record: None,
     clock: Clock = time.perf_counter,
     sleep: Sleep = asyncio.sleep,
 ) -> LoadOutcome:
-    """Run all sessions; return when each has ended. Every request is bounded by the target's timeout.
+    """Run all sessions; return when each has ended, or `duration_s` has passed. Requests that run then are cut, as are
+    those of the background. Every request is bounded by the target's timeout.
 
     Args:
         arrivals_s: seconds after the start, one for each session.
         max_concurrency: requests in flight at most; later ones wait, and their times begin when they are sent.
-        on_done: called after each request.
+        duration_s: seconds; None: until the last answer.
+        background: requests beside those of the sessions.
+        on_done: called after each request of the sessions that was not cut.
     """
     gate: contextlib.AbstractAsyncContextManager[object] = contextlib.nullcontext()
     if max_concurrency is not None:
         gate = asyncio.Semaphore(max_concurrency)
     start = clock()
+    found: list[list[BenchRecord]] = [[] for _ in sessions]
+    beside: list[BenchRecord] = []
 
-    async def run_session(session: BenchSession, at_s: float) -> list[BenchRecord]:
+    async def run_session(session: BenchSession, at_s: float, records: list[BenchRecord]) -> None:
         if (left := start + at_s - clock()) > 0:
             await sleep(left)
-        records: list[BenchRecord] = []
         talk = _Talk(session, chat=client.target.backend == "openai-chat")
         for turn in session.turns:
             if records and session.pause_s > 0:
                 await sleep(session.pause_s)
             async with gate:
-                record = await client.send(talk.prompt(turn), turn.output_len, start)
-            records.append(record)
+                records.append(record := BenchRecord())
+                await client.send(talk.prompt(turn), turn.output_len, start, record)
             on_done(record)
             if record.error_kind is not None:
                 break  # a later turn has no answer to follow
             talk.heard(record.text)
-        return records
 
-    done = await _all([run_session(*both) for both in zip(sessions, arrivals_s, strict=True)])
-    return LoadOutcome(records=[record for records in done for record in records], duration_s=clock() - start)
+    async def run_background(load: BackgroundLoad) -> None:
+        if load.start_s > 0:
+            await sleep(load.start_s)
+        for turn in load.turns:
+            beside.append(record := BenchRecord())
+            await client.send(turn.prompt, turn.output_len, start, record)
+            if record.error_kind is not None:
+                await sleep(BACKGROUND_RETRY_S)
+
+    runs = [run_session(*each) for each in zip(sessions, arrivals_s, found, strict=True)]
+    others: list[Awaitable[None]] = []
+    if background is not None:
+        others += [run_background(background) for _ in range(background.concurrency)]
+    if duration_s is not None:
+        others.append(sleep(duration_s))
+    await _until_all(runs, others)
+    return LoadOutcome(
+        records=[record for records in found for record in records], duration_s=clock() - start, background=beside
+    )
 
 
-async def _all(runs: Sequence[Awaitable[list[BenchRecord]]]) -> list[list[BenchRecord]]:
-    """Await all; when one raises, cancel the others."""
-    tasks = [asyncio.ensure_future(run) for run in runs]
+async def _until_all(runs: Sequence[Awaitable[None]], others: Sequence[Awaitable[None]]) -> None:
+    """Wait for the end of all `runs`, or of one of `others`; then cancel the rest. Raises what one of them raised."""
+    tasks = [asyncio.ensure_future(run) for run in (*runs, *others)]
+    whole: asyncio.Future[Any] = asyncio.gather(*tasks[: len(runs)])
     try:
-        return list(await asyncio.gather(*tasks))
+        waited: list[asyncio.Future[Any]] = [whole, *tasks[len(runs) :]]
+        done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(whole, *tasks, return_exceptions=True)
 
 
 class _Talk:

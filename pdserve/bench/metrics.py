@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import math
 import re
 import statistics
@@ -24,6 +25,8 @@ METRICS = {
     "itl": "Inter-token Latency",
     "e2el": "End-to-end Latency",
 }
+WHOLE_ANSWERS = ("tpot", "e2el")
+"""Metrics of answers that came to their end."""
 SLO_METRICS = ("ttft", "ttst", "tpot", "e2el")
 PERCENTILES = (50.0, 90.0, 95.0, 99.0)
 MAX_ERRORS_SHOWN = 10
@@ -66,7 +69,7 @@ class Slo:
 
     def holds(self, record: BenchRecord) -> bool:
         """Whether a request has a whole answer within every limit. A metric that the answer lacks is within."""
-        if record.error_kind is not None:
+        if not record.whole:
             return False
         found = {name: value_s(record, name) for name in self.limits_ms}
         return all(value is None or value * 1e3 <= self.limits_ms[name] for name, value in found.items())
@@ -77,12 +80,28 @@ def value_s(record: BenchRecord, metric: str) -> float | None:
     return {"ttft": record.ttft_s, "ttst": record.ttst_s, "tpot": record.tpot_s, "e2el": record.end_s}[metric]
 
 
-def metric_values_s(records: Sequence[BenchRecord], metric: str) -> list[float]:
-    """Return all values of one of `METRICS` in seconds: one per request, or for ITL one per gap."""
+def metric_values_s(records: Sequence[BenchRecord], metric: str, since_s: float = 0.0) -> list[float]:
+    """Return all values of one of `METRICS` in seconds: one per request, or for ITL one per gap.
+
+    A request that began before `since_s` of the run has only its later gaps, one without its end no TPOT and E2E.
+    """
     if metric == "itl":
-        return [gap for record in records for gap in record.itls_s]
-    values = [value_s(record, metric) for record in records if record.arrivals_s]
+        return [
+            later - earlier
+            for record in records
+            for earlier, later in itertools.pairwise(record.arrivals_s)
+            if record.start_s + earlier >= since_s
+        ]
+    used = [record for record in records if record.arrivals_s and record.start_s >= since_s]
+    values = [value_s(record, metric) for record in used if record.whole or metric not in WHOLE_ANSWERS]
     return [value for value in values if value is not None]
+
+
+def tokens_since(record: BenchRecord, since_s: float) -> int:
+    """Return a request's output tokens from `since_s` of the run on; of one that began before, the events with text."""
+    if record.start_s >= since_s:
+        return record.output_tokens
+    return sum(record.start_s + at >= since_s for at in record.arrivals_s)
 
 
 def percentile_name(percent: float) -> str:
@@ -94,44 +113,61 @@ def summarize(
     records: Sequence[BenchRecord],
     duration_s: float,
     *,
+    since_s: float = 0.0,
     slo: Slo | None = None,
     metrics: Sequence[str] = tuple(METRICS),
     percentiles: Sequence[float] = PERCENTILES,
 ) -> Json:
     """Return the figures of a run. Latencies are in milliseconds; None where no request has one.
 
-    `duration_s`: seconds from the start of the run to its last answer, above 0.
+    Args:
+        duration_s: seconds from the start of the run to its end, above 0.
+        since_s: seconds at the start of the run that do not count. `duration` is what is left, at least 1 ns; peaks and
+            the course over time are those of the whole run. A failed request counts whenever it failed.
     """
     good = [record for record in records if record.error_kind is None]
     failed = [record for record in records if record.error_kind is not None]
-    total_input = sum(record.prompt_tokens for record in good)
-    total_output = sum(record.output_tokens for record in good)
+    completed = [record for record in good if record.whole and record.start_s + record.end_s >= since_s]
+    begun = [record for record in good if record.start_s >= since_s]
+    total_input = sum(record.prompt_tokens for record in begun)
+    total_output = sum(tokens_since(record, since_s) for record in good)
+    counted_s = max(duration_s - since_s, 1e-9)
+    values = {name: metric_values_s(good, name, since_s) for name in metrics}
     found: Json = {
-        "duration": duration_s,
-        "completed": len(good),
+        "duration": counted_s,
+        "completed": len(completed),
         "failed": len(failed),
+        "unfinished": sum(record.unfinished for record in good),
         "total_input_tokens": total_input,
-        "total_cached_tokens": sum(record.cached_tokens for record in good),
+        "total_cached_tokens": sum(record.cached_tokens for record in begun),
         "total_output_tokens": total_output,
-        "request_throughput": len(good) / duration_s,
-        "output_throughput": total_output / duration_s,
-        "total_token_throughput": (total_input + total_output) / duration_s,
+        "request_throughput": len(completed) / counted_s,
+        "output_throughput": total_output / counted_s,
+        "total_token_throughput": (total_input + total_output) / counted_s,
         "max_output_tokens_per_s": peak_tokens_per_s(good),
         "max_concurrent_requests": peak_concurrency(records),
         "timeline": timeline(records, duration_s),
-        "distributions_ms": {name: distribution_ms(metric_values_s(good, name)) for name in metrics},
+        "distributions_ms": {name: distribution_ms(values[name]) for name in metrics},
         "output_tokens_counted_by": sorted({record.counted_by for record in good}),
         "error_kinds": dict(collections.Counter(record.error_kind for record in failed).most_common()),
         "error_messages": sorted({f"{record.error_kind}: {record.error}" for record in failed})[:MAX_ERRORS_SHOWN],
     }
     if slo is not None and slo.limits_ms:
-        within = sum(slo.holds(record) for record in records)
-        found["request_goodput"] = within / duration_s
-        found["goodput_share"] = within / len(records) if records else 0.0
+        within = sum(slo.holds(record) for record in completed)
+        found["request_goodput"] = within / counted_s
+        found["goodput_share"] = within / (len(completed) + len(failed)) if completed or failed else 0.0
         found["goodput_slo_ms"] = dict(slo.limits_ms)
     for name in metrics:
-        found |= _spread(name, metric_values_s(good, name), percentiles)
+        found |= _spread(name, values[name], percentiles)
     return found
+
+
+def summarize_background(records: Sequence[BenchRecord], duration_s: float, since_s: float = 0.0) -> Json:
+    """Return the figures of the requests beside a run's, with `background_` before their names."""
+    found = summarize(records, duration_s, since_s=since_s, metrics=("ttft", "e2el"))
+    kept = ("completed", "failed", "unfinished", "total_input_tokens", "request_throughput", "error_kinds")
+    names = [name for name in found if name in kept or name.endswith(("_ttft_ms", "_e2el_ms"))]
+    return {f"background_{name}": found[name] for name in names}
 
 
 def _spread(name: str, values_s: Sequence[float], percentiles: Sequence[float]) -> Json:
@@ -195,5 +231,12 @@ def detailed(records: Sequence[BenchRecord]) -> Json:
         "itls": [record.itls_s for record in records],
         "e2els": [record.end_s for record in records],
         "generated_texts": [record.text for record in records],
-        "errors": ["" if record.error_kind is None else f"{record.error_kind}: {record.error}" for record in records],
+        "errors": [
+            "unfinished"
+            if record.unfinished
+            else ""
+            if record.error_kind is None
+            else f"{record.error_kind}: {record.error}"
+            for record in records
+        ],
     }

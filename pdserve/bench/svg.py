@@ -1,7 +1,7 @@
 """A small SVG writer: rectangles, lines, curves and text, coloured by class for light and dark pages.
 
 A drawing has a background of its own. Background and text change together with the reader's colour scheme, so text is
-readable on any page. Used by `charts` and by the charts of the README.
+readable on any page. Used by `charts` and `bars`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ from xml.sax.saxutils import escape
 
 COLOURS = {
     # class: light, dark
-    "pair": ("#0b5cd5", "#2f81f7"),
-    "own": ("#7db4f5", "#a5cdff"),
-    "peer1": ("#d98b1f", "#e3a03c"),
-    "peer2": ("#8a9099", "#8b949e"),
+    "series1": ("#0b5cd5", "#2f81f7"),
+    "series2": ("#d98b1f", "#e3a03c"),
+    "series3": ("#8a9099", "#8b949e"),
+    "series4": ("#7db4f5", "#a5cdff"),
+    "series5": ("#2f8f4e", "#56b870"),
+    "series6": ("#8e5bd0", "#b48bf0"),
     "page": ("#ffffff", "#0d1117"),
 }
+SERIES = tuple(name for name in COLOURS if name != "page")
+"""Colours of the services, in the order of the legend."""
 TEXT, MUTED, GRID, RANGE = (
     ("#1f2328", "#e6edf3"),
     ("#59636e", "#9198a1"),

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
 from pdserve.bench.metrics import METRICS, percentile_name
+from pdserve.bench.results import LOAD_FIELDS
 
 Json = dict[str, Any]
 WIDTH = 60
 COUNTS = (
     ("Successful requests:", "completed", "d"),
     ("Failed requests:", "failed", "d"),
+    ("Unfinished requests:", "unfinished", "d"),
     ("Benchmark duration (s):", "duration", ".2f"),
     ("Total input tokens:", "total_input_tokens", "d"),
     ("Total cached input tokens:", "total_cached_tokens", "d"),
@@ -29,8 +32,10 @@ COLUMNS = (
     ("service", "label", ""),
     ("rate", "request_rate", ""),
     ("in flight", "max_concurrency", ""),
+    ("background", "background_concurrency", "d"),
     ("ok", "completed", "d"),
     ("failed", "failed", "d"),
+    ("cut", "unfinished", "d"),
     ("req/s", "request_throughput", ".2f"),
     ("out tok/s", "output_throughput", ".1f"),
     ("TTFT p50", "median_ttft_ms", ".1f"),
@@ -41,18 +46,31 @@ COLUMNS = (
     ("ITL p99", "p99_itl_ms", ".2f"),
     ("E2E p50", "median_e2el_ms", ".0f"),
     ("in SLO", "goodput_share", ".0%"),
+    ("bg ok", "background_completed", "d"),
+    ("bg failed", "background_failed", "d"),
+    ("bg TTFT p50", "background_median_ttft_ms", ".0f"),
+    ("bg TTFT p99", "background_p99_ttft_ms", ".0f"),
+)
+BACKGROUND = (
+    ("Successful background requests:", "background_completed", "d"),
+    ("Failed background requests:", "background_failed", "d"),
+    ("Unfinished background requests:", "background_unfinished", "d"),
+    ("Mean background TTFT (ms):", "background_mean_ttft_ms", ".2f"),
+    ("Median background TTFT (ms):", "background_median_ttft_ms", ".2f"),
+    ("Median background E2EL (ms):", "background_median_e2el_ms", ".2f"),
 )
 
 
 RATIOS = ("output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_ttst_ms", "median_tpot_ms", "median_itl_ms",
           "p99_itl_ms")  # fmt: skip
-"""Fields whose ratios compare two services."""
+"""Fields whose ratios compare services."""
 
 
 def block(result: Json, metrics: Sequence[str], percentiles: Sequence[float]) -> str:
     """Return one run as text."""
     lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}"]
-    lines += [f"{title:<42}{result[name]:<18{form}}" for title, name, form in COUNTS if name in result]
+    counts = [one for one in COUNTS if one[1] in result and (one[1] != "unfinished" or result["unfinished"])]
+    lines += [f"{title:<42}{result[name]:<18{form}}" for title, name, form in counts]
     for name in metrics:
         lines.append(f"{METRICS[name]:-^{WIDTH}}")
         rows = [(f"{title} {name.upper()} (ms):", f"{title.lower()}_{name}_ms") for title in ("Mean", "Median")]
@@ -61,6 +79,8 @@ def block(result: Json, metrics: Sequence[str], percentiles: Sequence[float]) ->
             for one in percentiles if one != 50
         ]  # fmt: skip
         lines += [f"{title:<42}{_number(result[field], '.2f')}" for title, field in rows]
+    beside = [f"{title:<42}{_number(result[name], form)}" for title, name, form in BACKGROUND if name in result]
+    lines += [f"{'Background requests':-^{WIDTH}}", *beside] if beside else []
     lines.append("=" * WIDTH)
     return "\n".join([*(line.rstrip() for line in lines), *errors(result)])
 
@@ -68,44 +88,68 @@ def block(result: Json, metrics: Sequence[str], percentiles: Sequence[float]) ->
 def errors(result: Json) -> list[str]:
     """Return a line for each kind of error and for some messages."""
     kinds = [f"{count} x {kind}" for kind, count in result["error_kinds"].items()]
+    beside = result.get("background_error_kinds", {})
+    kinds += [f"{count} x {kind} in the background" for kind, count in beside.items()]
     return ([f"Errors: {', '.join(kinds)}"] if kinds else []) + [f"  {text}" for text in result["error_messages"][:5]]
 
 
 def table(results: Sequence[Json]) -> str:
-    """Return several runs as a table, and the ratios of two services; columns that no run has are left out."""
-    columns = [column for column in COLUMNS if any(result.get(column[1]) is not None for result in results)]
+    """Return several runs as a table, and the ratios of the services; columns that no run has are left out."""
+    columns = columns_of(results)
     rows = [[heading for heading, _, _ in columns]]
     rows += [[_number(result.get(name), form) for _, name, form in columns] for result in results]
     lines = [*_aligned(rows), "Latencies in milliseconds."]
-    compared, ratios = comparison(results)
-    if ratios:
-        first, second = dict.fromkeys(result["label"] for result in results)
-        lines += ["", f"{second} / {first}:", *_aligned([compared, *ratios])]
+    for one in comparisons(results):
+        lines += ["", f"{one.title}:", *_aligned([one.headings, *one.rows])]
     found = [f"{result['label']}, {result['request_rate']}: {line}" for result in results for line in errors(result)]
     return "\n".join([*lines, *found])
 
 
-def comparison(results: Sequence[Json]) -> tuple[list[str], list[list[str]]]:
-    """Return headings and rows of the ratios of the second service to the first, a row for each load.
+def columns_of(results: Sequence[Json]) -> list[tuple[str, str, str]]:
+    """Return the columns of a table; without those that no run has, and `cut` where no request was cut."""
+    return [
+        column
+        for column in COLUMNS
+        if any(result.get(column[1]) is not None for result in results)
+        and (column[1] != "unfinished" or any(result.get("unfinished") for result in results))
+    ]
 
-    A ratio is taken within a round: the median of the rounds with the least and the most. No rows for one service.
+
+@dataclasses.dataclass(frozen=True)
+class ServiceRatios:
+    """The ratios of one service to another: a title, headings, and a row for each load."""
+
+    title: str
+    headings: list[str]
+    rows: list[list[str]]
+
+
+def comparisons(results: Sequence[Json]) -> list[ServiceRatios]:
+    """Return the ratios of each further service to the first one.
+
+    A ratio is taken within a round: the median of the rounds with the least and the most.
     """
     labels = list(dict.fromkeys(result["label"] for result in results))
-    if len(labels) != 2:
-        return [], []
     names = [name for name in RATIOS if any(result.get(name) is not None for result in results)]
-    headings = {name: heading for heading, name, _ in COLUMNS}
-    by_load: dict[tuple[Any, Any], dict[int, dict[str, Json]]] = {}
+    by_column = {name: heading for heading, name, _ in COLUMNS}
+    loads = [name for name in LOAD_FIELDS if name != "background_concurrency"
+             or any(result.get(name) is not None for result in results)]  # fmt: skip
+    headings = [*(by_column[name] for name in loads), "rounds", *(by_column[name] for name in names)]
+    found: dict[tuple[Any, ...], dict[int, dict[str, Json]]] = {}
     for result in results:
-        rounds = by_load.setdefault((result["request_rate"], result["max_concurrency"]), {})
+        rounds = found.setdefault(tuple(result.get(name) for name in loads), {})
         rounds.setdefault(result["round"], {})[result["label"]] = result
-    rows = []
-    for (rate, limit), rounds in by_load.items():
-        pairs = [(one[labels[0]], one[labels[1]]) for one in rounds.values() if len(one) == 2]
-        found = [[second[name] / first[name] for first, second in pairs if first.get(name) and second.get(name)]
-                 for name in names]  # fmt: skip
-        rows.append([str(rate), "-" if limit is None else str(limit), str(len(pairs)), *map(_spread, found)])
-    return ["rate", "in flight", "rounds", *(headings[name] for name in names)], rows
+    made = []
+    for label in labels[1:]:
+        rows = []
+        for load, rounds in found.items():
+            pairs = [(one[labels[0]], one[label]) for one in rounds.values() if {labels[0], label} <= set(one)]
+            ratios = [[second[name] / first[name] for first, second in pairs if first.get(name) and second.get(name)]
+                      for name in names]  # fmt: skip
+            shown = ["-" if value is None else str(value) for value in load]
+            rows.append([*shown, str(len(pairs)), *map(_spread, ratios)])
+        made.append(ServiceRatios(f"{label} / {labels[0]}", headings, rows))
+    return made
 
 
 def _spread(ratios: Sequence[float]) -> str:

@@ -1,6 +1,6 @@
 """`pdserve bench`: runs a benchmark from the command line, with a progress bar, and writes its results.
 
-Exit status: 0, 1 when a run has no whole answer, 2 for wrong flags or a service that does not answer, 130 after Ctrl-C.
+Exit status: 0, 1 when a run has no answer, 2 for wrong flags or a service that does not answer, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import json
 import math
 import os
@@ -21,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from pdserve import __version__
+from pdserve.base.host_facts import cpu_model
 from pdserve.bench import flags, html_report, text_report
-from pdserve.bench.campaign import BenchPlan, BenchProgress, BenchService, Campaign, LoadPoint, wait_ready, wait_serving
+from pdserve.bench.campaign import BenchPlan, BenchProgress, BenchService, Campaign, wait_ready, wait_serving
 from pdserve.bench.client import BenchClient, BenchRecord, BenchTarget
-from pdserve.bench.datasets import make_sessions
+from pdserve.bench.datasets import background_turns, make_sessions
 from pdserve.bench.metrics import Slo
 from pdserve.cli.help_pages import CommandParser
 from pdserve.errors import ConfigError
@@ -36,7 +36,9 @@ SECRET_FLAGS = ("api_key", "header", "extra_body")
 
 def make_parser() -> argparse.ArgumentParser:
     """Build the parser of `pdserve bench`."""
-    text = "Sends requests to a service and measures what its clients get."
+    text = (
+        "Sends requests to a service and measures what its clients get. `pdserve bench compare` draws several results."
+    )
     parser = CommandParser(prog="pdserve bench", allow_abbrev=False, description=text)
     flags.add_flags(parser)
     return parser
@@ -59,7 +61,8 @@ def main(argv: Sequence[str]) -> int:
         report, status = head(args) | {"results": progress.results}, INTERRUPTED
     show(args, report)
     save(args, report)
-    return status or (0 if all(result["completed"] for result in report["results"]) else FAILED)
+    answered = all(result["completed"] or result.get("total_output_tokens") for result in report["results"])
+    return status or (0 if answered else FAILED)
 
 
 class BarProgress(BenchProgress):
@@ -111,15 +114,17 @@ async def run(args: argparse.Namespace, progress: BarProgress | None = None) -> 
     """Run what the flags say; return the report, which is written as JSON."""
     targets = [flags.target_of(args, url) for url in (args.base_url, args.compare) if url is not None]
     labels = flags.labels_of(args)
-    maker, dataset = flags.maker_of(args, targets[0].backend), flags.dataset_of(args)
-    first = make_sessions(dataset, maker, args.seed)  # a mistake in a file shows before anything is sent
+    maker, points = flags.maker_of(args, targets[0].backend), flags.points_of(args)
+    input_len, output_len = flags.background_of(args)
+    first = make_sessions(
+        flags.dataset_of(args, points[0]), maker, args.seed
+    )  # a mistake in a file shows before anything is sent
     flags.check_times(args, timed=any(one.at_s is not None for one in first))
-    points = [
-        LoadPoint(rate=rate, max_concurrency=limit)
-        for rate, limit in itertools.product(args.request_rate, args.max_concurrency or [None])
-    ]
     plan = BenchPlan(
-        sessions=lambda seed: make_sessions(dataset, maker, seed),
+        sessions=lambda seed, point: make_sessions(flags.dataset_of(args, point), maker, seed),
+        background=lambda seed: background_turns(maker, seed, input_len, output_len),
+        duration_s=args.duration,
+        warmup_s=args.warmup_duration,
         points=points,
         rounds=args.num_rounds,
         warmups=args.num_warmups,
@@ -130,7 +135,12 @@ async def run(args: argparse.Namespace, progress: BarProgress | None = None) -> 
         metrics=flags.metrics_of(args),
         percentiles=flags.percentiles_of(args),
         save_detailed=args.save_detailed,
-        facts={"tokenizer_id": args.tokenizer, "dataset_name": args.dataset_name, **flags.metadata_of(args)},
+        facts={
+            "tokenizer_id": args.tokenizer,
+            "dataset_name": args.dataset_name,
+            **flags.lengths_of(args),
+            **flags.metadata_of(args),
+        },
     )
     async with contextlib.AsyncExitStack() as stack:
         services = [
@@ -142,7 +152,7 @@ async def run(args: argparse.Namespace, progress: BarProgress | None = None) -> 
             return head(args) | {"results": await campaign.run()}
         await campaign.warm_up()
         rate = args.request_rate[0] if math.isfinite(args.request_rate[0]) else 1.0
-        found = [await campaign.search(service, rate, points[0].max_concurrency) for service in services]
+        found = [await campaign.search(service, rate, points[0]) for service in services]
         return head(args) | {
             "goodput_search": [best for best, _ in found],
             "results": [result for _, results in found for result in results],
@@ -169,7 +179,8 @@ async def _opened(stack: contextlib.AsyncExitStack, target: BenchTarget, ready_s
 
 def head(args: argparse.Namespace) -> Json:
     """Return the fields of a report besides its results."""
-    host = {"cpus": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()}
+    host = {"cpus": os.cpu_count(), "cpu_model": cpu_model(), "platform": platform.platform()}
+    host["python"] = platform.python_version()
     return {"benchmark": "pdserve bench", "version": __version__, "flags": shown_flags(args), "machine": host}
 
 
@@ -201,18 +212,22 @@ def show(args: argparse.Namespace, report: Json) -> None:
 def check_outputs(args: argparse.Namespace) -> None:
     """Check before the first run that the results can be written. Raises ConfigError naming the flag."""
     for name in ("output_json", "output_html", "output_png", "result_dir"):
-        path: Path | None = getattr(args, name)
-        if path is None:
-            continue
-        folder = path if name == "result_dir" else path.parent
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"--{name.replace('_', '-')} {path}: cannot be written: {error}", field=name) from error
-        if not os.access(folder, os.W_OK) or (path is not folder and path.is_dir()):
-            raise ConfigError(f"--{name.replace('_', '-')} {path}: cannot be written", field=name)
+        check_writable(name, getattr(args, name))
     if args.output_png is not None:
         html_report.check_png()
+
+
+def check_writable(name: str, path: Path | None) -> None:
+    """Make the folder of the file that a flag names. Raises ConfigError naming the flag when that cannot be written."""
+    if path is None:
+        return
+    folder = path if name == "result_dir" else path.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--{name.replace('_', '-')} {path}: cannot be written: {error}", field=name) from error
+    if not os.access(folder, os.W_OK) or (path is not folder and path.is_dir()):
+        raise ConfigError(f"--{name.replace('_', '-')} {path}: cannot be written", field=name)
 
 
 def save(args: argparse.Namespace, report: Json) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -23,6 +24,7 @@ CLOCK_TOLERANCE_S = 2.0
 LOW_MEMORY_SHARE = 0.05
 LOW_SHM_BYTES = 1 << 30
 FULL_POOL_SHARE = 0.02
+LONG_MEMORY_WAIT_S = 1.0
 OLD_QUARANTINE_S = 60.0
 HANDSHAKE_FACTS = {
     "layout_fingerprint": "layout of the KV cache",
@@ -33,16 +35,14 @@ HANDSHAKE_FACTS = {
 """Facts of the engine that a prefill and a decode server must share."""
 KV_CAUSES = ("page_tokens", "kv_token_bytes")
 """Facts whose difference makes the layout differ, too, which is then no finding of its own."""
-PAIR_FLAGS = (
-    "kv_cache_dtype", "page_size", "disaggregation_transfer_backend", "disaggregation_enable_kv_checksum",
-    "enable_deterministic_inference",
-)  # fmt: skip
+PAIR_FLAGS = ("kv_cache_dtype", "page_size", "disaggregation_enable_kv_checksum", "enable_deterministic_inference")
 """Flags that a prefill and a decode server must share."""
 TRANSPORT_FACTS = ("transfer_backend", "transfer_protocol")
 MODEL_FIELDS = ("model_type", "architectures", "vocab_size", "weight_version")
 """Model facts that all servers must share."""
 SERVICE_FIELDS = ("served_model_name", "max_context_length", "chat_template", "tool_call_parser", "reasoning_parser")
 """What a client sees: a difference makes answers depend on the server that is chosen."""
+TOKEN_FIX = "set the same PDSERVE_CONTROL_TOKEN, of at least 16 characters, on all servers and the router"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,8 +83,9 @@ def check_workers(fleet: Fleet) -> Iterator[Finding]:
     for server in fleet.servers:
         entry = server.entry
         if not server.healthy:
-            fix = "start it again, or remove it: DELETE /workers/URL"
-            what = f"the server is dead for the router: {entry.get('last_error') or server.error}"
+            error = str(entry.get("last_error") or server.error)
+            fix = TOKEN_FIX if "control token" in error else "start it again, or remove it: DELETE /workers/URL"
+            what = f"the server is dead for the router: {error}"
             yield _finding("dead", "error", server, what, fix)
         if entry.get("draining"):
             fix = 'take it back with PUT /workers/URL {"draining": false}, or remove it'
@@ -100,17 +101,22 @@ def check_workers(fleet: Fleet) -> Iterator[Finding]:
 
 
 def check_pairs(fleet: Fleet) -> Iterator[Finding]:
-    """Find pairs through which no token passes, refused handshakes, and peers that are silent."""
+    """Find pairs through which no token passes, refused handshakes that no such pair tells, and silent peers."""
+    told = ""
     for pair in fleet.pairs:
         if pair.get("serving") is False:
             where = (str(pair.get("prefill")), str(pair.get("decode")))
-            what = f"no token passes through this pair: {pair.get('error') or 'its probes failed'}"
+            error = str(pair.get("error") or "its probes failed")
+            what = f"no token passes through this pair: {error}"
             fix = "check that both hosts reach each other's control and data ports, and the log of both servers"
+            if "handshake_refused" in error:
+                told += error
+                fix = "make the field equal on both servers: install one version, and start them with the same flags"
             yield Finding(check="pair", severity="error", where=where, what=what, fix=fix)
     for server in fleet.servers:
         for state in server.replicas:
             refusal = (state.get("facts") or {}).get("last_handshake_refusal")
-            if refusal:
+            if refusal and (str(refusal).partition(": ")[2] or refusal) not in told:
                 fix = "make the named field equal on both servers; the newest refusal is shown, it may be of the past"
                 yield _finding("handshake", "warning", server, f"refused a handshake: {refusal}", fix)
             for peer in state.get("peers") or []:
@@ -125,17 +131,16 @@ def check_tokens(fleet: Fleet) -> Iterator[Finding]:
     known = [(one, str(one.info["control_token_id"])) for one in fleet.servers if one.info.get("control_token_id")]
     ids = {token_id for _, token_id in known}
     where = tuple(one.url for one, _ in known)
-    fix = "set the same PDSERVE_CONTROL_TOKEN, of at least 16 characters, on all servers and the router"
     if NO_TOKEN_ID in ids and len(ids) > 1:
         without = tuple(one.url for one, token_id in known if token_id == NO_TOKEN_ID)
         what = "these servers have no control token, the others have one"
-        yield Finding(check="control_token", severity="error", where=without, what=what, fix=fix)
+        yield Finding(check="control_token", severity="error", where=without, what=what, fix=TOKEN_FIX)
     elif len(ids) > 1:
         what = "these servers have different control tokens"
-        yield Finding(check="control_token", severity="error", where=where, what=what, fix=fix)
+        yield Finding(check="control_token", severity="error", where=where, what=what, fix=TOKEN_FIX)
     elif ids == {NO_TOKEN_ID} and any(not is_loopback(url) for url in where):
         what = "no control token: the control plane is neither authenticated nor encrypted"
-        yield Finding(check="control_token", severity="warning", where=where, what=what, fix=fix)
+        yield Finding(check="control_token", severity="warning", where=where, what=what, fix=TOKEN_FIX)
 
 
 def check_versions(fleet: Fleet) -> Iterator[Finding]:
@@ -149,8 +154,10 @@ def check_versions(fleet: Fleet) -> Iterator[Finding]:
     if len(found) > 1:
         text = "; ".join(f"{version} at {', '.join(urls)}" for version, urls in sorted(found.items()))
         where = tuple(url for urls in found.values() for url in urls)
-        fix = "install one version on all hosts"
-        yield Finding(check="versions", severity="warning", where=where, what=f"versions differ: {text}", fix=fix)
+        halves = {one.info["version"] for one in fleet.servers if one.role != "unified" and one.info.get("version")}
+        severity: Severity = "warning" if len(halves) < 2 else "error"
+        fix = "install one version on all hosts: prefill and decode servers of two versions refuse each other"
+        yield Finding(check="versions", severity=severity, where=where, what=f"versions differ: {text}", fix=fix)
     elif found and pdserve.__version__ not in found:
         (version,) = found
         what = f"the deployment runs {version}, this command is of {pdserve.__version__}"
@@ -158,22 +165,29 @@ def check_versions(fleet: Fleet) -> Iterator[Finding]:
 
 
 def check_clocks(fleet: Fleet) -> Iterator[Finding]:
-    """Find clocks that are apart by more than 2 s and the time that the reading took."""
-    clocks = [(one, time_s) for one in fleet.servers if (time_s := _number(one.info, "host_facts", "time_s"))]
-    allowed = CLOCK_TOLERANCE_S + max(0.0, fleet.answered_at - fleet.asked_at)
-    fix = "run a time service, such as chrony, on all hosts; logs, traces and request lists mix the clocks"
-    if len(clocks) > 1:
-        first, last = min(clocks, key=lambda one: one[1]), max(clocks, key=lambda one: one[1])
-        if last[1] - first[1] > allowed:
-            what = f"the clocks are {last[1] - first[1]:.1f} s apart"
-            where = (first[0].url, last[0].url)
-            yield Finding(check="clocks", severity="warning", where=where, what=what, fix=fix)
-            return
+    """Find clocks that are apart by more than 2 s and the time that the reading took.
+
+    The median of the clocks, this host's among them, is taken as right.
+    """
     middle = (fleet.asked_at + fleet.answered_at) / 2
-    for server, time_s in clocks[:1]:
-        if abs(time_s - middle) > allowed:
-            what = f"the servers' clocks are {abs(time_s - middle):.1f} s apart from the clock of this host"
-            yield _finding("clocks", "note", server, what, fix)
+    clocks = [
+        (one.url, time_s - middle) for one in fleet.servers if (time_s := _number(one.info, "host_facts", "time_s"))
+    ]
+    allowed = CLOCK_TOLERANCE_S + max(0.0, fleet.answered_at - fleet.asked_at)
+    offsets = [offset_s for _, offset_s in clocks]
+    fix = "run a time service, such as chrony, on all hosts; logs, traces and request lists mix the clocks"
+    if clocks and max(offsets) - min(offsets) > allowed:
+        right = statistics.median_low([*offsets, 0.0])
+        wrong = [(url, offset_s - right) for url, offset_s in clocks if abs(offset_s - right) > allowed]
+        apart = [f"{url} is {abs(by_s):.1f} s {'ahead' if by_s > 0 else 'behind'}" for url, by_s in wrong]
+        what = f"clocks differ from the others: {', '.join(apart)}"
+        if not wrong:
+            wrong, what = clocks, f"the clocks are {max(offsets) - min(offsets):.1f} s apart"
+        yield Finding(check="clocks", severity="warning", where=tuple(url for url, _ in wrong), what=what, fix=fix)
+    elif clocks and abs(offsets[0]) > allowed:
+        what = f"the servers' clocks are {abs(offsets[0]):.1f} s apart from the clock of this host"
+        where = tuple(url for url, _ in clocks)
+        yield Finding(check="clocks", severity="note", where=where, what=what, fix=fix)
 
 
 def check_models(fleet: Fleet) -> Iterator[Finding]:
@@ -199,7 +213,10 @@ def _different(
     for name in names:
         values = {one.url: of(one)[name] for one in servers if of(one).get(name) is not None}
         if len({repr(value) for value in values.values()}) > 1:
-            text = ", ".join(f"{value!r} at {url}" for url, value in values.items())
+            groups: dict[str, list[str]] = {}
+            for url, value in values.items():
+                groups.setdefault(repr(value), []).append(url)
+            text = "; ".join(f"{value} at {', '.join(urls)}" for value, urls in groups.items())
             called = HANDSHAKE_FACTS.get(name, name)
             fix = "start all of them with the same model files and flags"
             what = f"{called} differs: {text}"
@@ -209,9 +226,10 @@ def _different(
 def check_network(fleet: Fleet) -> Iterator[Finding]:
     """Find transports that differ, TCP beside RDMA devices, and endpoints that peers on other hosts cannot reach."""
     halves = [*fleet.of("prefill"), *fleet.of("decode")]
-    yield from _different(
-        halves, ("transfer_backend", "transfer_protocol"), "transport", "error", lambda one: one.facts
-    )
+    for name in TRANSPORT_FACTS:  # the second one follows from the first
+        if found := list(_different(halves, (name,), "transport", "error", lambda one: one.facts)):
+            yield from found
+            break
     for server in halves:
         nics = (server.info.get("host_facts") or {}).get("rdma_devices") or []
         if nics and server.facts.get("transfer_protocol") == "tcp":
@@ -230,7 +248,9 @@ def check_memory(fleet: Fleet) -> Iterator[Finding]:
         available = _number(server.info, "host_facts", "memory_available_bytes")
         total = _number(server.info, "host_facts", "memory_total_bytes")
         if available is not None and total and available < LOW_MEMORY_SHARE * total:
-            what = f"the host has {available / 2**30:.1f} GiB of memory left"
+            what = (
+                f"{available / 2**30:.2f} of {total / 2**30:.1f} GiB of memory are left on its host or in its container"
+            )
             fix = "give the server less: --max-total-tokens, --hicache-size, --disaggregation-decode-offload-gb"
             yield _finding("host_memory", "warning", server, what, fix)
         shm_free = _number(server.info, "host_facts", "shm_free_bytes")
@@ -248,9 +268,11 @@ def check_memory(fleet: Fleet) -> Iterator[Finding]:
 def _check_pool(server: FleetServer, state: dict[str, Any]) -> Iterator[Finding]:
     memory = state.get("memory") or {}
     total = memory.get("pages_total", 0)
-    usable = memory.get("pages_free", 0) + memory.get("pages_evictable", 0)
-    if total and usable < FULL_POOL_SHARE * total and state.get("num_queue_reqs"):
-        what = f"{usable} of {total} KV pages are usable, and {state['num_queue_reqs']} requests wait"
+    usable, waiting = memory.get("pages_free", 0) + memory.get("pages_evictable", 0), state.get("num_queue_reqs")
+    waited_s = (state.get("facts") or {}).get("memory_wait_s") or 0.0
+    if waiting and (waited_s > LONG_MEMORY_WAIT_S or (total and usable < FULL_POOL_SHARE * total)):
+        since = f", the first one {waited_s:.0f} s for KV memory" if waited_s > LONG_MEMORY_WAIT_S else ""
+        what = f"{usable} of {total} KV pages are usable, and {waiting} requests wait{since}"
         fix = "add servers of this role, give more memory, or bound the load: --max-inflight of the router"
         yield _finding("kv_full", "warning", server, what, fix)
     orphan_s = state.get("oldest_orphan_s") or 0.0

@@ -228,7 +228,8 @@ PAGES = {
             command="bench",
             tasks=(
                 ("Service", ("--base-url", "--endpoint", "--backend", "--model", "--api-key", "--compare")),
-                ("Load", ("--num-prompts", "--request-rate", "--burstiness", "--max-concurrency", "--num-rounds")),
+                ("Load", ("--num-prompts", "--request-rate", "--burstiness", "--max-concurrency", "--num-rounds",
+                          "--duration", "--background-concurrency")),
                 ("Prompts", ("--dataset-name", "--dataset-path", "--random-input-len", "--random-output-len",
                              "--random-range-ratio", "--tokenizer", "--ignore-eos", "--seed")),
                 ("Figures", ("--goodput", "--search-goodput", "--metric-percentiles")),
@@ -238,6 +239,8 @@ PAGES = {
                 "pdserve bench --random-input-len 256 --random-output-len 64 --request-rate 1 2 4 --output-html o.html",
                 "pdserve bench --base-url http://a:8000 --compare http://b:8000 --max-concurrency 8 --num-rounds 3",
                 "pdserve bench --dataset-name mooncake --dataset-path trace.jsonl --goodput ttft:500 tpot:50",
+                "pdserve bench --max-concurrency 8 --duration 30 --background-concurrency 0 1 --output-json a.json",
+                "pdserve bench compare a.json b.json --output-svg chart.svg",
             ),
         ),
     )

@@ -68,6 +68,8 @@ def _command(name: str, rest: list[str]) -> int:
         close = difflib.get_close_matches(name, [*COMMANDS, *ALIASES, "help", "version"], n=1)
         hint = f"did you mean `pdserve {close[0]}`?" if close else f"there is {', '.join(COMMANDS)}"
         raise ConfigError(f"there is no command {name!r}; {hint}")
+    if (name, rest[:1]) == ("bench", ["compare"]):
+        return _bench_compare(rest[1:])
     if ALL_HELP in rest or rest == ["--help", "all"]:
         print(_all_flags(name))
         return 0
@@ -134,6 +136,15 @@ def _chat(words: list[str]) -> int:
     from pdserve.cli.chat import main as chat
 
     return chat(words)
+
+
+def _bench_compare(words: list[str]) -> int:
+    from pdserve.cli import bench_compare
+
+    if any(word in (*SHORT_HELP, ALL_HELP) for word in words):
+        print(bench_compare.make_parser().format_help().rstrip())
+        return 0
+    return bench_compare.main(words)
 
 
 def _bench(words: list[str]) -> int:

@@ -14,6 +14,11 @@ SIZE_HELP = "most stored responses of /v1/responses; 0: none are stored. The old
 MB_HELP = "most memory of stored responses in MiB, with their conversations"
 TTL_HELP = "seconds after which a stored response is dropped"
 
+BACKGROUND_HELP = (
+    "most responses of /v1/responses that run in the background at a time; more are refused with 503. 0: background is "
+    "refused"
+)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResponseStoreConfig:
@@ -22,11 +27,13 @@ class ResponseStoreConfig:
     response_store_size: int = flag(1000, help=SIZE_HELP)
     response_store_mb: int = flag(64, help=MB_HELP)
     response_store_ttl: float = flag(86400.0, help=TTL_HELP)
+    max_background_responses: int = flag(256, help=BACKGROUND_HELP)
 
     @property
     def limits(self) -> StoreLimits:
         """The values as limits of the store."""
-        return StoreLimits(self.response_store_size, self.response_store_mb << 20, self.response_store_ttl)
+        size, num_bytes = self.response_store_size, self.response_store_mb << 20
+        return StoreLimits(size, num_bytes, self.response_store_ttl, self.max_background_responses)
 
     def check(self) -> None:
         """Check the values. Raises ConfigError."""
@@ -34,6 +41,8 @@ class ResponseStoreConfig:
             raise _wrong("response_store_size", self.response_store_size, f"0 to {MAX_STORED}")
         if not 1 <= self.response_store_mb <= MAX_STORED:
             raise _wrong("response_store_mb", self.response_store_mb, f"1 to {MAX_STORED}")
+        if not 0 <= self.max_background_responses <= MAX_STORED:
+            raise _wrong("max_background_responses", self.max_background_responses, f"0 to {MAX_STORED}")
         if not (math.isfinite(self.response_store_ttl) and self.response_store_ttl > 0):
             raise _wrong("response_store_ttl", self.response_store_ttl, "a number of seconds above 0")
 

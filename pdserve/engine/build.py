@@ -115,6 +115,7 @@ def build_scheduler(
         "dp_rank": replica.dp_rank,
         "layout_fingerprint": built.layout.fingerprint(),
         "weights_fingerprint": engine.weights_fingerprint,
+        "model_digest": built.spec.digest(),
         "weight_version": config.model.weight_version,
         "weights_load_format": config.model.load_format,
         "page_tokens": built.layout.page_tokens,

@@ -115,4 +115,5 @@ def key_namespace(config: ServerConfig, engine: ReplicaEngine) -> KeyNamespace:
         layout=built.layout.fingerprint(),
         dtype=str(built.dtype),
         page_tokens=built.layout.page_tokens,
+        model=built.spec.digest(),
     )

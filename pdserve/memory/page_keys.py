@@ -3,8 +3,8 @@
     digest of a page = SHA-256(digest of the page before, or of the namespace || token ids of the page as uint32, LE)
 
 The chain is SGLang's. Two servers give a page the same key only if they would compute the same KV for it: same weights,
-page layout, dtype, page size and LoRA adapter. Prompts of different cache salts have different keys, too. Keys are
-computed where they are needed, such as for KV events; the prefix cache itself compares tokens.
+architecture, page layout, dtype, page size and LoRA adapter. Prompts of different cache salts have different keys, too.
+Keys are computed where they are needed, such as for KV events; the prefix cache itself compares tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 
 from pdserve.memory.prefix_cache import TOKEN_BYTES
 
-KEY_VERSION = 1
+KEY_VERSION = 2
 """Part of the namespace; changes with the way in which keys are computed."""
 
 
@@ -24,7 +24,8 @@ class KeyNamespace:
     """Everything besides tokens that the KV of a page depends on.
 
     `weights`: fingerprint of the weights. `weights_are_sampled`: it covers only a sample of the values, so weights that
-    differ elsewhere have the same one. `layout`: `KVLayout.fingerprint`. `page_tokens`: tokens of a page.
+    differ elsewhere have the same one. `layout`: `KVLayout.fingerprint`. `page_tokens`: tokens of a page. `model`:
+    `ModelSpec.digest`: two configurations of one set of weights, such as with and without YaRN, compute different KV.
     """
 
     weights: str
@@ -32,6 +33,7 @@ class KeyNamespace:
     layout: str
     dtype: str
     page_tokens: int
+    model: str = ""
 
     def root(self, adapter: str = "", salt: str = "") -> bytes:
         """Return the 32-byte digest that the first page of a prompt continues.

@@ -44,7 +44,7 @@ class KVIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """What the KV of a token depends on besides the tokens: the fields that two servers must have in common.
 
     `weights`: fingerprint of the loaded weights. `layout`: `KVLayout.fingerprint`. `adapter`: digest of the LoRA
-    adapter; empty without one.
+    adapter; empty without one. `model`: `ModelSpec.digest`; empty in snapshots of older releases.
     """
 
     weights: Name
@@ -52,6 +52,7 @@ class KVIdentity(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Name
     page_tokens: Count
     adapter: Name = ""
+    model: Name = ""
 
 
 class SnapshotGroup(msgspec.Struct, frozen=True, kw_only=True):

@@ -50,9 +50,10 @@ from pdserve.router.openapi import PATH as OPENAPI_PATH
 from pdserve.router.openapi import OpenApi
 from pdserve.router.proxy.attempts import SHUTTING_DOWN, WRITE_S, Drain
 from pdserve.router.proxy.dispatch import Dispatcher
-from pdserve.router.proxy.generate import GenerateHandler, failure_response
+from pdserve.router.proxy.generate import GenerateHandler
 from pdserve.router.proxy.migration import PATH as MIGRATE_PATH
 from pdserve.router.proxy.migration import Migrator
+from pdserve.router.proxy.relay import failure_response
 from pdserve.router.proxy.replication import PATH as REPLICATE_PATH
 from pdserve.router.proxy.replication import PrefixReplication
 from pdserve.router.proxy.stored_responses import StoredResponses
@@ -130,7 +131,9 @@ class RouterApp:
         self._background: list[asyncio.Task[None]] = []
         endpoint = config.otlp_traces_endpoint
         self._tracing = None if endpoint is None else open_tracing("router", "", endpoint)
-        self._responses = StoredResponses(ResponseStore(config.responses.limits, time.monotonic), config.access.keys)
+        self._responses = StoredResponses(
+            ResponseStore(config.responses.limits, time.monotonic), config.access.keys, config.request_timeout_s
+        )
         self._handler = GenerateHandler(
             *(config, dispatcher, self.admission, self.metrics, self._stats, self.history.history, bodies),
             *(self._drain, self._tracing, self._responses),
@@ -157,6 +160,7 @@ class RouterApp:
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
+        await self._responses.background.close()
         if self._discovery is not None:
             await self._discovery.close()
         await self._migrator.close()

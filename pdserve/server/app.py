@@ -41,7 +41,15 @@ from pdserve.http.access import (
     SCORE_PATH,
     SNAPSHOT_TYPE,
 )
-from pdserve.http.response_store import CANCEL_PATH, ITEMS_PATH, MAX_ITEMS, RESPONSE_PATH, ResponseStore
+from pdserve.http.background_responses import BackgroundResponses
+from pdserve.http.response_store import (
+    CANCEL_PATH,
+    ITEMS_PATH,
+    MAX_EVENT_NUMBER,
+    MAX_ITEMS,
+    RESPONSE_PATH,
+    ResponseStore,
+)
 from pdserve.http.session_proof import CHALLENGE_PATH
 from pdserve.observe.history import PATH as HISTORY_PATH
 from pdserve.observe.interval_stats import log_server_stats
@@ -53,10 +61,9 @@ from pdserve.server.context import Endpoint, ServerContext
 from pdserve.server.engine_client.client import EngineClient
 from pdserve.server.http import middleware
 from pdserve.server.http.control_proof import ControlProof
+from pdserve.server.http.drain_gate import DrainGate, DrainGateMiddleware
 from pdserve.server.http.json_http import ClientGoneError, install_error_handlers
 from pdserve.server.http.middleware import (
-    DrainGate,
-    DrainGateMiddleware,
     ErrorFormMiddleware,
     HttpMetricsMiddleware,
     RequestIdMiddleware,
@@ -69,6 +76,7 @@ from pdserve.server.openai import models
 from pdserve.server.openai.chat import chat_completions
 from pdserve.server.openai.completions import completions
 from pdserve.server.openai.responses import stored
+from pdserve.server.openai.responses.background import in_background
 from pdserve.server.openai.responses.endpoint import responses
 from pdserve.server.openai.responses.schemas import ResponsesBody
 from pdserve.server.pairing.single_requests import SingleRequests
@@ -201,6 +209,10 @@ INPUTS = openapi.Inputs(
             "limit": {"type": "integer", "minimum": 1, "maximum": MAX_ITEMS},
             "after": {"type": "string"},
         },
+        RESPONSE_PATH: {
+            "stream": {"type": "boolean"},
+            "starting_after": {"type": "integer", "minimum": 0, "maximum": MAX_EVENT_NUMBER},
+        },
         HISTORY_PATH: {name: {"type": "number", "minimum": 0} for name in ("seconds", "since")},
         LOGS_PATH: {"lines": {"type": "integer", "minimum": 1, "maximum": MAX_LINES}},
         "/v1/models": {
@@ -276,6 +288,7 @@ def create_app(
         yield
         for task in background:
             task.cancel()
+        await background_responses.close()
         await client.stop()
         if single is not None:
             await single.close()
@@ -287,6 +300,8 @@ def create_app(
     app = FastAPI(title="pdserve", lifespan=lifespan, docs_url=None, redoc_url=None)
     formats = ChatFormats.of(config.serving, tokenizer)
     own_id = token_id(control_token)
+    response_store = ResponseStore(config.responses.limits, time.monotonic)
+    background_responses = BackgroundResponses(response_store)
     store = SnapshotStore.of(config) if snapshot_store is None else snapshot_store
     context = ServerContext(
         config, client, tokenizer, metrics, int(time.time()), checks, registered, formats, own_id,
@@ -294,7 +309,8 @@ def create_app(
         prefill_servers=None if single is None else single.servers.facts,
         suspended=store,
         sessions=OpenSessions(time.monotonic),
-        responses=ResponseStore(config.responses.limits, time.monotonic),
+        responses=response_store,
+        background=background_responses,
     )  # fmt: skip
     install_error_handlers(app)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
@@ -412,6 +428,7 @@ def _add_routes(
         if single is not None and path in GENERATING and path not in POOLING:
             handle = single.wrap(path, handle)
         if path == RESPONSES_PATH:
+            handle = in_background(context, handle, drain_gate)
             handle = stored.with_history(context, handle, pairs=single is not None)
         app.add_api_route(path, handle, methods=methods.split(), name=name, response_model=None)
     memory = MemoryEndpoints(context, drain_gate)

@@ -18,6 +18,7 @@ from pdserve.base.proof import NO_TOKEN_ID
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.config.lora_group import ANY_MODEL
 from pdserve.errors import RequestError
+from pdserve.http.background_responses import BackgroundResponses
 from pdserve.http.response_store import ResponseStore
 from pdserve.observe.metrics import ServerMetrics
 from pdserve.protocol.messages import GenerateRequest
@@ -95,6 +96,8 @@ class ServerContext:
     """Directories of the loaded LoRA adapters, by name. `/load_lora_adapter` and `/unload_lora_adapter` change it."""
     responses: ResponseStore | None = None
     """The stored responses of `/v1/responses`; None: there is no such path, as in an `LLM`."""
+    background: BackgroundResponses | None = None
+    """The responses that run in the background; None with `responses`."""
     sessions: OpenSessions | None = None
     """The open sessions of SGLang's API; None: there are none, as in an `LLM`."""
     suspended: SnapshotStore | None = None

@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Iterator
+import math
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Annotated, Any, Self
 
@@ -28,6 +29,27 @@ from pdserve.protocol.messages import FinishReason, RequestTiming, SpeculationSt
 from pdserve.protocol.weights import weights_name
 
 ATTACH_FIELD = f"{RESUME_FIELD}.attach"
+FORBIDDEN = -3e38
+"""Stands for minus infinity, the log probability of a forbidden token, in JSON between servers, which has none."""
+
+
+def to_wire(lines: Sequence[TokenLogprob]) -> list[TokenLogprob]:
+    """Return log probabilities that JSON can carry; `from_wire` restores them."""
+    return [
+        TokenLogprob(max(line.logprob, FORBIDDEN), line.top, [max(value, FORBIDDEN) for value in line.picked])
+        for line in lines
+    ]
+
+
+def from_wire(lines: Sequence[TokenLogprob]) -> list[TokenLogprob]:
+    """Return log probabilities as `to_wire` got them."""
+    return [
+        TokenLogprob(_restored(line.logprob), line.top, [_restored(value) for value in line.picked]) for line in lines
+    ]
+
+
+def _restored(value: float) -> float:
+    return value if value > FORBIDDEN else -math.inf
 
 
 @dataclasses.dataclass
@@ -247,9 +269,14 @@ class Resume(msgspec.Struct):
     weights: Annotated[str, ShortText] = ""
     """`GenerationUpdate.weights` of the tokens; a server with others does not go on."""
 
+    @property
+    def token_logprobs(self) -> list[TokenLogprob]:
+        """The log probabilities of the tokens; empty without any."""
+        return from_wire(self.logprobs or ())
+
     def update(self, text: str) -> GenerationUpdate:
         """Return the stream so far as one update. `text` is the text of its tokens."""
-        logprobs = list(self.logprobs or ())
+        logprobs = self.token_logprobs
         update = GenerationUpdate(0, text, list(self.token_ids), logprobs, cached_tokens=self.cached_tokens)
         update.cached_details = self.cached_details
         return update
@@ -279,7 +306,7 @@ class StreamStates:
             return
         if update is not None:
             self._tokens += update.token_ids
-            self._lines += msgspec.to_builtins(update.logprobs) if self._logprobs else []
+            self._lines += msgspec.to_builtins(to_wire(update.logprobs)) if self._logprobs else []
             self._cached_tokens, self._weights = update.cached_tokens, update.weights
             self._cached_details = msgspec.to_builtins(update.cached_details)
         ends = update is not None and update.finish is not None

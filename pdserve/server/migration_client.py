@@ -19,6 +19,7 @@ from pdserve.http.session_proof import worker_key
 from pdserve.http.worker_proof import WorkerProof
 from pdserve.protocol.messages import EngineCoreOutput, GenerateRequest
 from pdserve.server.engine_client.migration import Outputs
+from pdserve.server.generation import from_wire
 
 CONNECT_S = 5.0
 TAKE_IN_S = 30.0
@@ -37,8 +38,8 @@ _EVENT = b"data: "
 class TakeInBody(msgspec.Struct, forbid_unknown_fields=True):
     """`POST /migrate_in`: the request as a value. `timeout_s`: seconds until it must be computed.
 
-    `source`: a random name of the server that has the request. `weights`, `dtype`: of that server. They are compared
-    where no KV, and so no handshake, comes.
+    `source`: a random name of the server that has the request. `weights`, `dtype`, `model` (`ModelSpec.digest`): of
+    that server. They are compared where no KV, and so no handshake, comes.
     """
 
     request: GenerateRequest
@@ -46,6 +47,7 @@ class TakeInBody(msgspec.Struct, forbid_unknown_fields=True):
     source: str = ""
     weights: str = ""
     dtype: str = ""
+    model: str = ""
 
 
 class MigrateStreamBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -114,7 +116,7 @@ class MigrationClient:
                     raise _refusal(url, response.status, await response.content.read(MAX_ANSWER_BYTES))
                 async for line in response.content:
                     if line.startswith(_EVENT) and line != b"data: [DONE]\n":
-                        yield msgspec.json.decode(line.removeprefix(_EVENT), type=EngineCoreOutput)
+                        yield decode_output(line.removeprefix(_EVENT))
         except (aiohttp.ClientError, OSError, msgspec.MsgspecError, ValueError) as error:
             raise _failed(f"the stream of {url} broke: {error or type(error).__name__}") from error
 
@@ -140,6 +142,12 @@ class MigrationClient:
         if self._key and not self._token:
             headers["Authorization"] = f"Bearer {self._key}"
         return self._session.post(url.with_path(path), data=body, headers=headers, allow_redirects=False)
+
+
+def decode_output(data: bytes) -> EngineCoreOutput:
+    """Decode an event of `/migrate_stream`. Raises msgspec.MsgspecError."""
+    output = msgspec.json.decode(data, type=EngineCoreOutput)
+    return output if output.logprobs is None else msgspec.structs.replace(output, logprobs=from_wire(output.logprobs))
 
 
 def _refusal(url: URL, status: int, answer: bytes) -> RequestError:

@@ -118,7 +118,10 @@ LATER = frozenset({"/pd_role_switch"})
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """Inputs of the routes, by path: body structs of POST and PUT, routes with an optional body, and query schemas."""
+    """Inputs of the routes, by path: body structs of POST and PUT, routes with an optional body, and query schemas.
+
+    DELETE routes have no query.
+    """
 
     bodies: Mapping[str, type[msgspec.Struct]]
     optional: Collection[str]
@@ -170,7 +173,8 @@ def describe(app: FastAPI, inputs: Inputs, *, with_keys: bool) -> dict[str, Any]
     for route in app.routes:
         if isinstance(route, APIRoute) and route.include_in_schema:
             for method in sorted(route.methods or ()):
-                operation = _operation(route, inputs.queries.get(route.path, {}))
+                queries = inputs.queries.get(route.path, {}) if method != "DELETE" else {}
+                operation = _operation(route, queries)
                 body = bodies.get(route.path) if method in ("POST", "PUT") else None
                 if body is not None:
                     content: dict[str, Any] = json_content({"$ref": REF.format(name=body.__name__)})

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -126,6 +128,56 @@ def test_file_store_is_shared_and_limited(tmp_path: Path) -> None:
     assert {"key-0", "last-0", "last-1", "more-0", "more-1"} <= set(kept)
     assert "key-1" not in kept
     assert not list(tmp_path.rglob("*.part"))
+
+
+def test_file_store_on_a_full_disk_reads_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A put that finds the disk full is refused, not a failure of the store; the oldest objects make room."""
+    store = open_storage("file", StorageOptions(of_backend={"directory": str(tmp_path)}))
+    for index in range(5):
+        store.put_from([f"key-{index}"], [memoryview(bytes(SIZE))])
+        for path in tmp_path.rglob(f"key-{index}.kv"):
+            os.utime(path, (1000 + index, 1000 + index))
+    with monkeypatch.context() as full:
+        full.setattr("tempfile.mkstemp", _raising(OSError(errno.ENOSPC, "no space")))
+        assert store.put_from(["new", "newer", "key-4"], [memoryview(bytes(SIZE))] * 3) == [False] * 3
+    assert get(store, "key-4") == bytes(SIZE)
+    assert get(store, "key-0") is None
+    assert store.put_from(["new"], [memoryview(bytes(SIZE))]) == [True]
+    assert get(store, "new") == bytes(SIZE)
+
+
+def test_what_the_file_store_cannot_read_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a file of another user: it does not count as a failure of the store, and a put replaces it."""
+    store = open_storage("file", StorageOptions(of_backend={"directory": str(tmp_path)}))
+    store.put_from(["a", "b"], [memoryview(bytes(SIZE))] * 2)
+    with monkeypatch.context() as foreign:
+        foreign.setattr("os.access", lambda path, mode: "b.kv" not in str(path))
+        assert store.exists(["a", "b"]) == 1
+    (path,) = tmp_path.rglob("b.kv")
+    path.unlink()
+    path.mkdir()
+    assert store.exists(["a", "b"]) == 1
+    assert get(store, "b") is None
+
+
+def test_file_store_makes_a_directory_for_its_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """KV tells of prompts. The default directory lies where any user may have made it before."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    open_storage("file", StorageOptions())
+    (made,) = tmp_path.iterdir()
+    assert made.stat().st_mode & 0o777 == 0o700
+    real = os.lstat(made)
+    monkeypatch.setattr("os.lstat", lambda path: os.stat_result((*real[:4], real.st_uid + 1, *real[5:])))
+    with pytest.raises(ConfigError, match="another user"):
+        open_storage("file", StorageOptions())
+
+
+def _raising(error: Exception) -> Callable[..., Any]:
+    def fail(*args: Any, **more: Any) -> Any:
+        raise error
+
+    return fail
 
 
 def test_file_store_needs_a_directory(tmp_path: Path) -> None:

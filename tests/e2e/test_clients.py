@@ -14,6 +14,7 @@ import requests
 from pdserve.cli.main import main as pdserve
 from tests.e2e.harness import Pair, Server, assert_idle, running, running_pair, start_server
 from tests.tiny import Family
+from tests.waiting import wait_until
 
 FLAGS = ("--served-model-name", "tiny", "--max-total-tokens", "8192", "--dtype", "float32")
 
@@ -73,6 +74,38 @@ def test_responses_are_the_same_whole_streamed_and_from_one_server(pair: Pair, m
         texts.append(streamed)
     assert texts[0] == texts[1] != ""
     assert_idle(pair.prefill, pair.decode)
+
+
+def test_responses_go_on_in_the_background(pair: Pair, monolith: Server) -> None:
+    asked: Any = {"model": "tiny", "input": "Tell me about pages.", "max_output_tokens": 12, "temperature": 0}
+    for server in (pair.router, monolith):
+        api = client(server)
+        whole = api.responses.create(**asked)
+        made = api.responses.create(**asked, background=True)
+        assert made.status == "queued" and made.background is True
+
+        def status(name: str, api: openai.OpenAI = api) -> str | None:
+            return api.responses.retrieve(name).status
+
+        wait_until(lambda made=made: status(made.id) not in ("queued", "in_progress"), "the response has ended")
+        found = api.responses.retrieve(made.id)
+        assert (found.status, found.output_text) == (whole.status, whole.output_text)
+        stream = api.responses.create(**asked, background=True, stream=True)
+        name = next(event.response.id for event in stream if event.type == "response.created")
+        stream.close()
+        again = list(api.responses.retrieve(name, stream=True, starting_after=1))
+        assert (
+            "".join(event.delta for event in again if event.type == "response.output_text.delta") == whole.output_text
+        )
+        assert [event.sequence_number for event in again] == list(range(2, len(again) + 2))
+        endless = {**asked, "max_output_tokens": 3000, "extra_body": {"ignore_eos": True}}
+        stream = api.responses.create(**endless, background=True, stream=True)
+        name = next(event.response.id for event in stream if event.type == "response.in_progress")
+        assert api.responses.cancel(name).status == "cancelled"
+        assert list(stream)[-1].type == "response.incomplete"
+        follow = api.responses.create(**{**asked, "input": "And then?"}, previous_response_id=made.id)
+        assert follow.status in ("completed", "incomplete")
+    assert_idle(pair.prefill, pair.decode, monolith)
 
 
 def test_several_answers_and_prompts_at_once(pair: Pair) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import ahead_checks
+from benchmarks.gpu import ahead_checks, serving_checks
 from benchmarks.gpu import executor_checks as checks
-from tests.tiny import FAMILIES, Family
+from tests.tiny import FAMILIES, Family, make_tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -62,3 +62,14 @@ def test_the_kv_of_a_layer_is_there_when_it_is_marked(checkpoint: Path) -> None:
 @pytest.mark.parametrize("page_size", checks.PAGE_SIZES)
 def test_pages_go_to_the_host_and_back(checkpoint: Path, page_size: int) -> None:
     ahead_checks.check_offload(checkpoint, "cuda", page_size)
+
+
+@pytest.mark.parametrize("page_size", checks.PAGE_SIZES)
+def test_pages_go_to_the_host_tier_and_back_beside_steps(checkpoint: Path, page_size: int) -> None:
+    serving_checks.check_host_tier(checkpoint, "cuda", page_size)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_weights_are_those_of_a_new_executor(family: Family, tmp_path: Path) -> None:
+    first, other = (make_tiny(family, tmp_path / name, seed=seed) for seed, name in enumerate("ab"))
+    serving_checks.check_other_weights(first, other, "cuda")

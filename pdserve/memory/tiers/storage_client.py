@@ -65,7 +65,10 @@ class Lookup:
 
 
 class Transfer:
-    """Pages on their way from or to a store. Poll `is_done`; `num_done` leading pages have been moved so far."""
+    """Pages on their way from or to a store. Poll `is_done`; `num_done` leading pages have been moved so far.
+
+    A page that the store did not take was not moved.
+    """
 
     def __init__(self, ids: Sequence[ObjectId], buffers: Sequence[memoryview]) -> None:
         assert len(ids) == len(buffers)
@@ -233,8 +236,7 @@ class StorageClient:
             keys = [identity.key for identity in ids]
             if job.is_cancelled or not self.breaker.allows:
                 return None
-            found = self._call(GET, lambda: self.storage.exists(keys)) if keys else 0
-            return None if found is None else min(len(keys), found)
+            return self._call(GET, lambda: self._num_stored(keys)) if keys else 0
 
         num_leading = count(job.ids)
         if num_leading is not None:
@@ -251,7 +253,7 @@ class StorageClient:
             ids, buffers = job.ids[first:end], job.buffers[first:end]
             objects = staging.objects([len(buffer) for buffer in buffers])
             keys = [identity.key for identity in ids]
-            read = self._call(GET, functools.partial(self.storage.get_into, keys, objects))
+            read = self._call(GET, functools.partial(_outcomes, self.storage.get_into, keys, objects))
             if read is None:
                 return True  # the breaker knows
             for identity, buffer, stored, was_read in zip(ids, buffers, objects, read, strict=True):
@@ -288,11 +290,12 @@ class StorageClient:
 
     def _put(self, job: Transfer, staging: _Staging) -> None:
         """Store the pages of a job but for the leading ones that the store has, such as a prompt's."""
-        has = self._call(PUT, functools.partial(self.storage.exists, [identity.key for identity in job.ids]))
+        has = self._call(PUT, functools.partial(self._num_stored, [identity.key for identity in job.ids]))
         if has is None:
             self.counts.pages_refused += len(job.ids)
             return
         job.num_done = has
+        is_refused = False
         for first, end in _batches(job.buffers):
             first = max(first, has)
             if first >= end:
@@ -308,16 +311,25 @@ class StorageClient:
                     return
                 seal(target, identity, page)
             keys = [identity.key for identity in ids]
-            taken = self._call(PUT, functools.partial(self.storage.put_from, keys, objects))
+            taken = self._call(PUT, functools.partial(_outcomes, self.storage.put_from, keys, objects))
             if taken is None:
                 self.counts.pages_refused += len(job.ids) - first
                 return
-            job.num_done += len(ids)
+            if not is_refused:
+                job.num_done += next((index for index, ok in enumerate(taken) if not ok), len(taken))
+            is_refused = is_refused or not all(taken)
             self.counts.pages_written += sum(taken)
             self.counts.bytes_written += sum(len(buffer) for buffer, ok in zip(buffers, taken, strict=True) if ok)
             self.counts.pages_refused += len(taken) - sum(taken)
 
     # ------------------------------------------------------------------ both threads
+
+    def _num_stored(self, keys: Sequence[str]) -> int:
+        """Return how many leading keys the store says to have. A third party's store may answer anything."""
+        found = self.storage.exists(keys)
+        if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found <= len(keys):
+            raise StorageError(f"exists({len(keys)} keys) answered {found!r}")
+        return found
 
     def _call(self, lane: str, call: Callable[[], T]) -> T | None:
         """Call the store; None when it failed. A third party's store may raise anything."""
@@ -335,6 +347,17 @@ class StorageClient:
     def _end(self, job: Job) -> None:
         job.is_done = True
         self._wake()
+
+
+Move = Callable[[Sequence[str], Sequence[memoryview]], list[bool]]
+
+
+def _outcomes(move: Move, keys: Sequence[str], objects: Sequence[memoryview]) -> list[bool]:
+    """Call `get_into` or `put_from` of a store, which may be a third party's, and check what it returns."""
+    moved = list(move(keys, objects))
+    if len(moved) != len(keys):
+        raise StorageError(f"{len(moved)} results for {len(keys)} objects")
+    return moved
 
 
 def _is_told(error: Exception) -> bool:

@@ -15,7 +15,7 @@ from pdserve.base.hosts import server_url
 from pdserve.base.plugins import POLICY_PLUGINS, plugin_names
 from pdserve.base.proof import MacKey
 from pdserve.config.cli import no_such_flag
-from pdserve.config.responses_group import MB_HELP, SIZE_HELP, TTL_HELP, ResponseStoreConfig
+from pdserve.config.responses_group import BACKGROUND_HELP, MB_HELP, SIZE_HELP, TTL_HELP, ResponseStoreConfig
 from pdserve.errors import ConfigError
 from pdserve.http.credentials import ADMIN_API_KEY, API_KEY, WORKER_ADMIN_API_KEY, WORKER_API_KEY
 from pdserve.http.session_proof import worker_key
@@ -163,6 +163,8 @@ def _add_limits(group: Group) -> None:
     add("--response-store-size", type=int, default=stored.response_store_size, metavar="N", help=SIZE_HELP)
     add("--response-store-mb", type=int, default=stored.response_store_mb, metavar="MB", help=MB_HELP)
     add("--response-store-ttl", type=float, default=stored.response_store_ttl, metavar="SECONDS", help=TTL_HELP)
+    most = stored.max_background_responses
+    add("--max-background-responses", type=int, default=most, metavar="N", help=BACKGROUND_HELP)
 
 
 def _add_health(group: Group) -> None:
@@ -232,6 +234,7 @@ def config_from(args: argparse.Namespace) -> RouterConfig:
             response_store_size=args.response_store_size,
             response_store_mb=args.response_store_mb,
             response_store_ttl=args.response_store_ttl,
+            max_background_responses=args.max_background_responses,
         ),
         access=_access_of(args),
         access_log=args.access_log,

@@ -2,49 +2,43 @@
 
     GenerateHandler.handle ─> parse_object ─> Dispatcher.answer ─> relay
 
-Made by `app`. Owns the client's response, but not the worker's.
+A response of `/v1/responses` in the background is answered by a task, see `_read`. Made by `app`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import math
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
-import aiohttp
 import orjson
 from aiohttp import web
 
 from pdserve.base.stream_state import RESUME_FIELD
-from pdserve.errors import RequestError
-from pdserve.http.access import LARGE_BODY_BYTES, BodyBudget
-from pdserve.http.error_forms import error_event
+from pdserve.errors import PdserveError, RequestError
+from pdserve.http.access import LARGE_BODY_BYTES, RESPONSES_PATH, BodyBudget
+from pdserve.http.background_responses import Take, is_background, worker_body
 from pdserve.http.errors import MAX_MESSAGE_CHARS, HttpRefusal
 from pdserve.observe.history import CallMeter, FailedCall, History
 from pdserve.observe.interval_stats import RouterStats
 from pdserve.observe.tracing import Tracing
-from pdserve.protocol.failure import Failure
 from pdserve.router.config.config import RouterConfig
-from pdserve.router.http import BODY, REQUEST_ID, REQUEST_ID_HEADER, RETRY_AFTER, CallTrace, error_response, refused
+from pdserve.router.http import BODY, REQUEST_ID, REQUEST_ID_HEADER, CallTrace, error_response, refused
 from pdserve.router.proxy.attempts import SHUTTING_DOWN, Drain
 from pdserve.router.proxy.dispatch import Dispatcher, ProxiedCall
+from pdserve.router.proxy.relay import TakingWriter, failure_response, late_error, pass_on, relay, whole_answer
 from pdserve.router.proxy.stored_responses import StoredResponses, recorded
 from pdserve.router.workers.admission import Admission
 from pdserve.router.workers.metrics import RouterMetrics
 from pdserve.router.workers.outcome import (
-    ConnectionFailed,
-    ContinuedStream,
     EndedError,
-    Outcome,
     WorkerResponse,
     WorkerStream,
-    describe,
     error_of,
     forwarded_headers,
-    worker_failed,
 )
 
 CLIENT_GONE = "499"
@@ -173,10 +167,13 @@ class GenerateHandler:
         try:
             body, kept = parse_object(data) if len(data) <= LARGE_BODY_BYTES else await self._parse_large(data)
             body, kept, recording = self._responses.begin(request, body, kept)
-            headers = forwarded_headers(request.headers, request.remote)
-            headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
-            routed = self._dispatcher.routed(request.path, body, headers)
-            call = ProxiedCall(request.path, body, kept, headers, routed, deadline, trace)
+            if request.path == RESPONSES_PATH and is_background(body):
+                call = self._call(request, worker_body(body), None, deadline, None)
+                running = self._responses.background.begin(body, recording)
+                read = functools.partial(self._read, call, request[REQUEST_ID])
+                self._responses.background.start(running, read, self._drain.call())
+                return await self._responses.show(request, running, deadline)
+            call = self._call(request, body, kept, deadline, trace)
             async with asyncio.timeout_at(deadline) as limit, self._dispatcher.answer(call) as outcome:
                 limit.reschedule(None)
                 if isinstance(outcome, WorkerStream) or (isinstance(outcome, WorkerResponse) and outcome.status < 400):
@@ -191,6 +188,52 @@ class GenerateHandler:
         except TimeoutError:
             text = f"no answer within the router's --request-timeout-secs of {self._config.request_timeout_s:g} s"
             return error_response(504, text, "timeout")
+
+    def _call(
+        self, request: web.Request, body: dict[str, Any], data: bytes | None, deadline: float, trace: CallTrace | None
+    ) -> ProxiedCall:
+        headers = forwarded_headers(request.headers, request.remote)
+        headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
+        routed = self._dispatcher.routed(request.path, body, headers)
+        return ProxiedCall(request.path, body, data, headers, routed, deadline, trace)
+
+    async def _read(self, call: ProxiedCall, request_id: str, take: Take) -> None:
+        """Have a call in the background answered, and give the pieces of its stream to `take`.
+
+        Raises:
+            PdserveError: it is refused, or its stream is incomplete.
+        """
+        begun = self._admission.now()
+        meter = self._history.meter(begun)
+        self._stats.begun()
+        error: PdserveError | None = None
+        try:
+            async with asyncio.timeout_at(call.deadline) as limit, self._dispatcher.answer(call) as outcome:
+                limit.reschedule(None)
+                if not isinstance(outcome, WorkerStream):
+                    answer = whole_answer(outcome)
+                    code, message = error_of(answer.body if isinstance(answer.body, bytes) else b"")
+                    text = message or f"a worker answered {answer.status}"
+                    raise RequestError(text, status=answer.status, code=code or "failed")
+                meter.name = outcome.worker.spec.url
+                await pass_on(outcome, TakingWriter(take), call.deadline, meter)
+        except EndedError as ended:
+            error = ended.failure.error()
+        except TimeoutError:
+            error = late_error().failure.error()
+        except PdserveError as refused_with:
+            error = refused_with
+        finally:
+            status = 200 if error is None else HttpRefusal.of(error).status
+            seconds = self._admission.now() - begun
+            self._stats.ended(seconds, failed=status >= 500)
+            meter.ended(failed=status >= 500)
+            if status >= 500:
+                text = str(error)[:MAX_MESSAGE_CHARS]
+                failure = FailedCall(time.time(), call.path, request_id, meter.name, status, text, seconds)
+                self._history.failures.append(failure)
+        if error is not None:
+            raise error
 
     async def _parse_large(self, data: bytes) -> tuple[dict[str, Any], bytes | None]:
         """Call `parse_object` when it is the body's turn."""
@@ -216,182 +259,3 @@ def _failed_call(
         error=error[:MAX_MESSAGE_CHARS] or ("the stream broke off" if meter.is_broken else "no error text"),
         seconds=seconds,
     )
-
-
-async def relay(request: web.Request, outcome: Outcome, deadline: float, meter: CallMeter) -> web.StreamResponse:
-    """Send the outcome to the client; `deadline` is in the event loop's time."""
-    if not isinstance(outcome, Failure):
-        meter.name = outcome.worker.spec.url
-    match outcome:
-        case WorkerStream():
-            return await _relay_stream(request, outcome, deadline, meter)
-        case WorkerResponse():
-            return web.Response(status=outcome.status, headers=outcome.headers, body=outcome.body)
-        case ConnectionFailed():
-            spec = outcome.worker.spec
-            if outcome.out_of_descriptors:
-                text = "the router has no free file descriptor for a connection to a worker; try again"
-                return error_response(503, text, "router_busy", RETRY_AFTER)
-            text = f"the {spec.role} worker {spec.url} gave no answer: {outcome.message}"
-            return error_response(502, text, "worker_unreachable", RETRY_AFTER)
-        case Failure():
-            return failure_response(outcome)
-
-
-def failure_response(failure: Failure) -> web.Response:
-    """Return the error response for a request that the router refuses or ends itself."""
-    return refused(HttpRefusal.of(failure.error()))
-
-
-async def _relay_stream(
-    request: web.Request, upstream: WorkerStream, deadline: float, meter: CallMeter
-) -> web.StreamResponse:
-    """Relay decode's answer chunk by chunk; a client that stops reading is disconnected at the deadline."""
-    response = web.StreamResponse(status=upstream.response.status, headers=upstream.headers)
-    await response.prepare(request)
-    client = _ClientWriter(response)
-    measured = meter if response.content_type in _ENDS else None
-    try:
-        if upstream.stream is None:
-            await _pass_on(upstream, client, deadline, measured)
-        else:
-            async for piece in _continued(upstream, upstream.stream, deadline, meter):
-                async with asyncio.timeout_at(deadline):
-                    await client.write(piece)
-    except EndedError as error:
-        meter.broke(orjson.dumps(HttpRefusal.of(error.failure.error()).body))
-        await _end_broken(request, response, client.tail, error.failure)
-    except TimeoutError:
-        if request.transport is not None:
-            request.transport.abort()
-    else:
-        await response.write_eof()
-    return response
-
-
-class _ClientWriter:
-    """Writes pieces to a client. `tail`: the last two bytes; `waits`: a write has begun and not ended."""
-
-    __slots__ = ("_response", "tail", "waits")
-
-    def __init__(self, response: web.StreamResponse) -> None:
-        self._response = response
-        self.tail = b""
-        self.waits = False
-
-    async def write(self, piece: bytes) -> None:
-        """Write a piece, which may be empty; waits while the client does not read."""
-        if piece:
-            self.waits = True
-            await self._response.write(piece)
-            self.waits = False
-            self.tail = (self.tail + piece[-2:])[-2:]
-
-
-async def _pass_on(upstream: WorkerStream, client: _ClientWriter, deadline: float, meter: CallMeter | None) -> None:
-    """Write an answer, with one timer for all its pieces. `meter` None: it is no stream of events.
-
-    Raises:
-        EndedError: the answer is incomplete, also at the deadline.
-        TimeoutError: the client did not read its answer before the deadline.
-    """
-    change = upstream.change
-    now = asyncio.get_running_loop().time
-    try:
-        async with asyncio.timeout_at(deadline):
-            chunk = upstream.first
-            while chunk:
-                if meter is not None:
-                    meter.piece(chunk, now())
-                await client.write(chunk if change is None else change(chunk, False))
-                chunk = await _read(upstream)
-            if change is not None:
-                await client.write(change(b"", True))
-    except TimeoutError:
-        if client.waits:
-            raise
-        raise _late() from None
-
-
-async def _continued(
-    upstream: WorkerStream, stream: ContinuedStream, deadline: float, meter: CallMeter
-) -> AsyncIterator[bytes]:
-    """Yield the pieces of a stream that another pair continues if its worker dies; some may be empty.
-
-    Raises:
-        EndedError: the answer is incomplete, and no other pair continues it.
-    """
-    chunk = upstream.first
-    now = asyncio.get_running_loop().time
-    while True:
-        try:
-            while chunk:
-                meter.piece(chunk, now())
-                yield stream.feed(chunk)
-                if stream.failure is not None:
-                    raise EndedError(stream.failure)
-                chunk = await _next_chunk(upstream, deadline)
-            yield stream.end()
-            return
-        except EndedError as error:
-            ending = stream.ending
-            again = await _go_on(stream, error.failure, deadline) if ending is None else None
-            if again is not None:
-                upstream, chunk = again, again.first
-                meter.mended()
-                meter.name = again.worker.spec.url
-                continue
-            if ending is None and not stream.error_event:
-                raise
-            meter.mended()
-            if ending is None:
-                meter.broke(stream.error_event)
-            ending = stream.error_event if ending is None else ending
-        yield ending
-        return
-
-
-async def _go_on(stream: ContinuedStream, failure: Failure, deadline: float) -> WorkerStream | None:
-    try:
-        async with asyncio.timeout_at(deadline):
-            return await stream.go_on(failure)
-    except TimeoutError:
-        return None
-
-
-async def _next_chunk(upstream: WorkerStream, deadline: float) -> bytes:
-    """Return the next bytes, empty at the end. Raises EndedError on a failure or at the deadline."""
-    try:
-        async with asyncio.timeout_at(deadline):
-            return await _read(upstream)
-    except TimeoutError:
-        raise _late() from None
-
-
-def _late() -> EndedError:
-    return worker_failed("the request took longer than the router's --request-timeout-secs")
-
-
-async def _read(upstream: WorkerStream) -> bytes:
-    """Return the next bytes, empty at the end. Raises EndedError on a failure."""
-    try:
-        return await upstream.response.content.readany()
-    except EndedError:
-        raise
-    except (aiohttp.ClientError, OSError) as error:
-        raise worker_failed(f"the decode worker's answer ended early: {describe(error)}") from error
-
-
-_ENDS = {"text/event-stream": b"\n\n", "application/x-ndjson": b"\n"}
-"""The last bytes of an event, by the content type of a stream."""
-
-
-async def _end_broken(request: web.Request, response: web.StreamResponse, tail: bytes, failure: Failure) -> None:
-    """End an incomplete answer: with an error event in a stream, otherwise by closing the connection."""
-    if response.content_type in _ENDS and response.content_length is None:
-        end = _ENDS[response.content_type]
-        gap = b"" if tail.endswith(end) else end
-        await response.write(gap + error_event(request.path, HttpRefusal.of(failure.error()).body, request[REQUEST_ID]))
-        await response.write_eof()
-    elif request.transport is not None:
-        request.transport.close()

@@ -6,8 +6,10 @@ Made by `app`. Event loop only.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import orjson
@@ -15,17 +17,18 @@ from aiohttp import web
 
 from pdserve.errors import RequestError
 from pdserve.http.access import RESPONSES_PATH
+from pdserve.http.background_responses import BackgroundResponses
 from pdserve.http.credentials import Keys, authorization_of
+from pdserve.http.error_forms import error_event
 from pdserve.http.errors import HttpRefusal
+from pdserve.http.response_events import GAP, MAX_EVENT_BYTES, RunningResponse
 from pdserve.http.response_store import CANCEL_PATH, ITEMS_PATH, RESPONSE_PATH, Recording, ResponseStore
-from pdserve.router.http import json_response, refused
+from pdserve.router.http import REQUEST_ID, json_response, refused
+from pdserve.router.proxy.attempts import WRITE_S
 from pdserve.router.proxy.dispatch import EVENT_STREAM
 from pdserve.router.workers.outcome import Outcome, WorkerStream
 
-MAX_EVENT_BYTES = 32 << 20
-"""A longer response, or event of one, is relayed and not stored."""
 _LAST_EVENTS = (b"event: response.completed\n", b"event: response.incomplete\n")
-_GAP = b"\n\n"
 _DATA = b"\ndata: "
 
 
@@ -54,9 +57,9 @@ class ResponseReader:
 
     def _take_events(self, num_new: int) -> None:
         start = max(0, len(self._read) - num_new - 1)
-        while (end := self._read.find(_GAP, start)) >= 0:
+        while (end := self._read.find(GAP, start)) >= 0:
             event = bytes(self._read[:end])
-            del self._read[: end + len(_GAP)]
+            del self._read[: end + len(GAP)]
             start = 0
             if event.startswith(_LAST_EVENTS):
                 self._keep(event.partition(_DATA)[2], "response")
@@ -70,10 +73,15 @@ class ResponseReader:
 
 
 class StoredResponses:
-    """The store, and the handlers of the paths of one response. `keys`: the router's API keys."""
+    """The store, and the handlers of the paths of one response.
 
-    def __init__(self, store: ResponseStore, keys: Keys) -> None:
+    `keys`: the router's API keys. `timeout_s`: most seconds of a stream.
+    """
+
+    def __init__(self, store: ResponseStore, keys: Keys, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
         self.store = store
+        self.background = BackgroundResponses(store)
         self._keys = keys
 
     def routes(self) -> list[web.RouteDef]:
@@ -98,21 +106,52 @@ class StoredResponses:
         whole, recording = self.store.begin(body, self._owner(request))
         return whole, None if data is None else orjson.dumps(whole), recording
 
-    async def get(self, request: web.Request) -> web.Response:
-        """Return a stored response (OpenAI)."""
-        return self._answer(request, lambda name, owner: self.store.get(name, owner, request.query))
+    async def get(self, request: web.Request) -> web.StreamResponse:
+        """Return a response, or the events of one of the background (OpenAI)."""
+        try:
+            events = self.store.events(request.match_info["response_id"], self._owner(request), request.query)
+        except RequestError as error:
+            return refused(HttpRefusal.of(error))
+        if events is None:
+            return self._answer(request, self.store.get)
+        return await self._stream(request, events, asyncio.get_running_loop().time() + self._timeout_s)
+
+    async def show(self, request: web.Request, running: RunningResponse, deadline: float) -> web.StreamResponse:
+        """Return a response that runs in the background, or its events if its request streams."""
+        if running.events is None:
+            return json_response(running.response)
+        return await self._stream(request, running.events.read(-1), deadline + WRITE_S)
 
     async def delete(self, request: web.Request) -> web.Response:
-        """Delete a stored response (OpenAI)."""
-        return self._answer(request, self.store.delete)
+        """Delete a response (OpenAI)."""
+        return self._answer(request, self.background.delete)
 
     async def cancel(self, request: web.Request) -> web.Response:
-        """Refuse to cancel a stored response, which has ended (OpenAI)."""
-        return self._answer(request, self.store.cancel)
+        """Cancel a response that runs in the background (OpenAI)."""
+        return self._answer(request, self.background.cancel)
 
     async def input_items(self, request: web.Request) -> web.Response:
         """Return the items of a stored response's conversation (OpenAI)."""
         return self._answer(request, lambda name, owner: self.store.input_items(name, owner, request.query))
+
+    async def _stream(
+        self, request: web.Request, events: AsyncGenerator[bytes, None], deadline: float
+    ) -> web.StreamResponse:
+        """Send events until the last one. A client that stops reading is disconnected at `deadline`."""
+        response = web.StreamResponse(headers={"Content-Type": EVENT_STREAM, "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        try:
+            async with asyncio.timeout_at(deadline), contextlib.aclosing(events):
+                try:
+                    async for event in events:
+                        await response.write(event)
+                except RequestError as error:
+                    await response.write(error_event(request.path, HttpRefusal.of(error).body, request[REQUEST_ID]))
+                await response.write_eof()
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()
+        return response
 
     def _answer(self, request: web.Request, find: Callable[[str, str], dict[str, Any]]) -> web.Response:
         try:

@@ -427,11 +427,14 @@ class DecodeRole(MixedBatchRole):
 
     def facts(self) -> dict[str, float]:
         """See `SchedulerRole.facts`. Tokens of prompts whose pages are reserved for KV that has not arrived, and of
-        those that wait for pages.
+        those that wait for pages; seconds since the arrival of the first request that waits for pages alone.
         """
         reserved = sum(req.num_input_tokens for req in self._transfer.values())
-        pending = sum(req.num_input_tokens for req in self._prealloc.values())
-        return super().facts() | {"preallocated_tokens": reserved, "pending_prealloc_tokens": pending}
+        pending, now = sum(req.num_input_tokens for req in self._prealloc.values()), self._context.clock.now()
+        waited_s = max((now - req.times.arrived for req in self._ready), default=0.0)
+        return super().facts() | {
+            "preallocated_tokens": reserved, "pending_prealloc_tokens": pending, "memory_wait_s": waited_s
+        }  # fmt: skip
 
     def _transfer_phase(self, req: Req) -> TransferPhase | None:
         if req.rid in self._prealloc:

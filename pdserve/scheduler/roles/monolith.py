@@ -55,6 +55,15 @@ class MonolithRole(MixedBatchRole):
         """See `SchedulerRole.waits_for`."""
         return "compute"
 
+    def facts(self) -> dict[str, float]:
+        """See `SchedulerRole.facts`. Seconds since the arrival of the next request, if it waits for memory."""
+        waited_s = 0.0
+        if len(self._waiting) and self._context.memory.table.num_free:
+            first = self._waiting[0]
+            if not self._batch_planner.prefilling.may_start(first):
+                waited_s = self._context.clock.now() - first.times.arrived
+        return super().facts() | {"memory_wait_s": waited_s}
+
     def _headroom_tokens(self, req: Req, without: Collection[str]) -> float:
         """See `Headroom`."""
         running, active = self._batch_planner.running, self._batch_planner.prefilling.active

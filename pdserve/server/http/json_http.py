@@ -7,6 +7,7 @@ disconnect cancels the work at once, even while nothing is being sent.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import logging
@@ -24,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 from pdserve.base.log import current_request_id
 from pdserve.base.stream_state import DONE
 from pdserve.errors import PdserveError, RequestError
-from pdserve.http.access import TOO_MANY_VALUES, BodyBudget, has_too_many_values
+from pdserve.http.access import CONTINUING, GENERATING, TOO_MANY_VALUES, BodyBudget, has_too_many_values
 from pdserve.http.error_forms import ANTHROPIC_PATHS, error_event
 from pdserve.http.errors import HttpRefusal, error_object
 from pdserve.server.generation import Generation, GenerationUpdate
@@ -67,6 +68,8 @@ def install_error_handlers(app: FastAPI) -> None:
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
+GENERATES = frozenset((*GENERATING, *CONTINUING))
+"""Paths of a server whose calls compute requests."""
 SHALLOW = 200
 """A body with at most this many brackets cannot be nested too deeply."""
 PARSED_BODY = "pdserve.parsed_body"
@@ -154,15 +157,15 @@ def _parse(data: bytes) -> Any:
     return value
 
 
-def convert(value: Any, kind: type[T], *, prefix: str = "") -> T:
-    """Convert `value` to the msgspec struct `kind`.
+def convert(value: Any, kind: type[T], *, prefix: str = "", text_keys: bool = False) -> T:
+    """Convert `value` to the msgspec struct `kind`. `text_keys`: numbers that are keys come as text, as in all JSON.
 
     Raises:
         RequestError: 400 naming the field (as a path, e.g. `sampling_params.top_k`) that is missing, unknown, or of a
             wrong type.
     """
     try:
-        return msgspec.convert(value, kind)
+        return msgspec.convert(value, kind, str_keys=text_keys)
     except msgspec.ValidationError as error:
         text = str(error)
         path = _PATH.search(text)
@@ -284,6 +287,13 @@ class EventStream(Response):
         self._events = events
         self._done = done
         self._path = ""
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield the events of a response that is not sent. Raises PdserveError: the stream failed."""
+        async with contextlib.aclosing(self._events):
+            yield self._first
+            async for data in self._events:
+                yield data
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI: send the events, watching for the client's disconnect."""

@@ -1,21 +1,13 @@
 """The ASGI middlewares of a server, in the order in which a request passes them. `app` installs them.
 
     RequestIdMiddleware ─> HttpMetricsMiddleware ─> ErrorFormMiddleware ─> AccessMiddleware
-        ─> DrainGateMiddleware ─> CallMiddleware
+        ─> DrainGateMiddleware (`drain_gate`) ─> CallMiddleware
 
 `RequestIdMiddleware` sets the request id for log lines: the `X-Request-Id` header, which a router sends to both servers
 of a pair, or a new id. `AccessMiddleware` applies `http.access.AccessRules` and proofs of the control token
 (`control_proof`). With an API key every path needs it except `PUBLIC`: as in SGLang, probes and Prometheus send no key,
 and these paths reveal nothing about requests. `COMMANDS` need the admin key if one is set. Without an API key a control
 token closes the same paths: they need a proof.
-
-`DrainGate` counts the running calls, and refuses new ones while draining or when sent to the wrong role:
-
-    open ── close(why) ──> closed: new calls get a 503, running calls continue ──> empty
-
-Each role that a server takes has its own gate. `lifecycle/instance.py` closes it when the role changes, and for good
-when the server shuts down. A refused call has no `HttpCall` and no span, because `sglang_api/observability.install`
-adds `CallMiddleware` inside of the gate.
 
 A request's sequences are submitted deep inside its endpoint. Statistics and tracing need the call's arrival time, path
 and trace. A context variable carries them without a parameter in every endpoint. The engine client and `GrammarCheck`
@@ -25,7 +17,6 @@ read it. Event loop only.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import dataclasses
 import time
@@ -40,15 +31,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdserve.base.log import current_request_id, request_context
 from pdserve.base.proof import PROOF_HEADER
-from pdserve.base.stream_state import NO_ROLE, ROLE_HEADER
 from pdserve.config.access_group import AccessConfig, ProofRule
-from pdserve.config.groups import DisaggMode
 from pdserve.errors import ProofError, RequestError
 from pdserve.http.access import (
     BODY_TIMEOUT_S,
     COMMANDS,
-    CONTINUING,
-    GENERATING,
     NO_SNIFF,
     NO_STORE,
     RESTORE_PATH,
@@ -67,10 +54,8 @@ from pdserve.http.session_proof import CHALLENGE_PATH
 from pdserve.observe.http_calls import CLIENT_GONE, HttpMetrics, log_access, routing_key_of
 from pdserve.observe.tracing import CallSpan
 from pdserve.server.http.control_proof import ControlProof, proof_refusal, signed
-from pdserve.server.http.json_http import BODIES, error_response, refused
+from pdserve.server.http.json_http import BODIES, GENERATES, refused
 
-GENERATES = frozenset((*GENERATING, *CONTINUING))
-"""Paths of a server that generate tokens."""
 PUBLIC = frozenset({"/health", "/health_generate", "/ping", "/ready", "/readiness", "/metrics"})
 OPEN = PUBLIC | {CHALLENGE_PATH}
 CORS_METHODS = ("GET", "POST", "PUT", "DELETE")
@@ -285,98 +270,6 @@ def request_id_of(scope: Scope) -> str | None:
 def _arrived(scope: Scope, span: CallSpan | None) -> HttpCall:
     client, key = scope.get(CLIENT_OF_SCOPE, ""), routing_key_of(scope["headers"])
     return HttpCall(scope["path"], time.time(), time.monotonic(), request_id_of(scope), span, client, key)
-
-
-class DrainGate:
-    """The drain gate of a server with the role `role`."""
-
-    def __init__(self, role: DisaggMode) -> None:
-        self._role = role
-        self._why: RequestError | None = None
-        self._for_good = False
-        self._num_inside = 0
-        self._left = asyncio.Event()
-
-    @property
-    def accepted_role(self) -> str:
-        """Value of `ROLE_HEADER`: the role in which new requests are accepted, or `NO_ROLE` once closed."""
-        return self._role if self._why is None else NO_ROLE
-
-    @property
-    def num_inside(self) -> int:
-        """Number of admitted calls whose responses have not ended."""
-        return self._num_inside
-
-    def close(self, why: RequestError, *, for_good: bool = False) -> None:
-        """Refuse new calls with `why`. `for_good`: the server shuts down, which routers see in `/health`."""
-        self._why = why
-        self._for_good = for_good
-
-    def reopen(self) -> None:
-        """Admit new calls again: the role change for which the gate was closed has failed."""
-        self._why = None
-
-    def require_staying(self) -> None:
-        """Raise the refusal of new calls if the server shuts down."""
-        if self._for_good:
-            self.require_open()
-
-    def require_open(self) -> None:
-        """Raise the refusal of new calls if the gate is closed."""
-        if self._why is not None:
-            raise self._why
-
-    def refusal(self, wanted: str | None) -> RequestError | None:
-        """Return the refusal of a call that is meant for a server of the role `wanted` (None: any); None if it is
-        admitted.
-        """
-        if self._why is not None or wanted in (None, self._role):
-            return self._why
-        text = f"this request is for a {wanted!r} server, and this is a {self._role!r} server (--disaggregation-mode)"
-        return RequestError(text, status=503, code="wrong_role", retry_after_s=1)
-
-    def enter(self) -> None:
-        """Count an admitted call."""
-        self._num_inside += 1
-
-    def leave(self) -> None:
-        """Count the end of an admitted call's response."""
-        self._num_inside -= 1
-        self._left.set()
-
-    async def empty(self, timeout_s: float) -> bool:
-        """Wait until no admitted call runs; return False if some still run after `timeout_s` seconds."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while self._num_inside:
-                    self._left.clear()
-                    await self._left.wait()
-        return self._num_inside == 0
-
-
-class DrainGateMiddleware:
-    """ASGI middleware: passes generating calls through the drain gate."""
-
-    def __init__(self, app: ASGIApp, drain_gate: DrainGate) -> None:
-        self._app = app
-        self._drain_gate = drain_gate
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
-        if scope["type"] != "http" or scope["path"] not in GENERATES:
-            await self._app(scope, receive, send)
-            return
-        refused = self._drain_gate.refusal(Headers(scope=scope).get(ROLE_HEADER))
-        if refused is not None:
-            response = error_response(refused)
-            response.headers[ROLE_HEADER] = self._drain_gate.accepted_role
-            await response(scope, receive, send)
-            return
-        self._drain_gate.enter()
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._drain_gate.leave()
 
 
 class ErrorFormMiddleware:

@@ -35,7 +35,7 @@ from pdserve.protocol.messages import Shutdown, SwitchRole
 from pdserve.server.app import create_app, make_metrics
 from pdserve.server.engine_client.client import EngineClient
 from pdserve.server.engine_client.live_requests import NewPrefill, WaitingRequests
-from pdserve.server.http.middleware import DrainGate
+from pdserve.server.http.drain_gate import DrainGate
 from pdserve.server.sglang_api.role_switch import FAILED_CODE, RoleChanged, RoleChanger
 from pdserve.server.snapshot_store import SnapshotStore
 from pdserve.server.text.tokenizer import Tokenizer

@@ -40,8 +40,15 @@ def reasoning_grammar(constraint: Constraint, thinking: ReasoningFormat, inside:
 
     With `inside` None the model may begin with reasoning, or answer at once. A grammar that the client wrote by hand
     (`ebnf`, `structural_tag`) covers the whole output and stays unchanged.
+
+    Raises:
+        RequestError: 400 naming the field: a schema that was given as text is no JSON.
     """
-    answer = _node(constraint.grammar)
+    try:
+        answer = _node(constraint.grammar)
+    except (ValueError, RecursionError) as error:
+        text = f"{constraint.field}: the schema is not valid JSON: {error}"
+        raise RequestError(text, field=constraint.field, code="invalid_grammar") from error
     if answer is None or inside is False:
         return constraint
     closing = {

@@ -439,4 +439,4 @@ def resume_stream(
         request = msgspec.structs.replace(request, rid=resume.attach)
         states[0].attaches = True
     states[0].request = request
-    states[0].output_logprobs = list(resume.logprobs or ())
+    states[0].output_logprobs = resume.token_logprobs

@@ -44,6 +44,7 @@ def identity_of(ready: EngineReady, adapter: str = "") -> KVIdentity:
         dtype=str(facts.get("dtype") or ""),
         page_tokens=int(facts.get("page_tokens") or 0),
         adapter=adapter,
+        model=str(facts.get("model_digest") or ""),
     )
 
 
@@ -75,6 +76,8 @@ class RestoredRequest:
         ours = identity_of(ready)
         if snapshot.identity.weights != ours.weights:
             raise differs("identity.weights", snapshot.identity.weights, ours.weights)
+        if snapshot.identity.model not in ("", ours.model):
+            raise differs("identity.model", snapshot.identity.model, ours.model)
         if snapshot.kv is None or rule == "ignore":
             return cls(snapshot)
         names = ("layout", "dtype", "page_tokens")

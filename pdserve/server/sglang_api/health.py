@@ -35,8 +35,9 @@ from pdserve.server.context import ServerContext
 from pdserve.server.engine_client.engine_queries import ReplicaVitals
 from pdserve.server.engine_client.live_requests import QUEUE_FULL, TOO_MANY, RequestState
 from pdserve.server.generation import Generation, GenerationUpdate
+from pdserve.server.http.drain_gate import DrainGate
 from pdserve.server.http.json_http import collect, convert, json_response, read_json_object, until_disconnect
-from pdserve.server.http.middleware import CLIENT_OF_SCOPE, DrainGate
+from pdserve.server.http.middleware import CLIENT_OF_SCOPE
 from pdserve.server.request.intake import rooms_of
 from pdserve.server.request.schemas import PairProbeBody
 

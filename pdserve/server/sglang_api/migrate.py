@@ -30,9 +30,10 @@ from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.server.context import ServerContext
 from pdserve.server.engine_client.live_requests import RequestState
 from pdserve.server.engine_client.migration import IncomingRequest
+from pdserve.server.generation import to_wire
 from pdserve.server.http.json_http import convert, event, json_response, read_json_object, stream_response
 from pdserve.server.migration_client import FAILED, NO_CACHE, MigrateStreamBody, MigrationClient, TakeInBody, base_url
-from pdserve.server.request.intake import check_token_ids
+from pdserve.server.request.incoming import check_incoming
 from pdserve.server.request.restored import identity_of
 from pdserve.server.request.schemas import MigrateBody, ReplicateBody
 from pdserve.server.sglang_api.commands import COMMAND_TIMEOUT_S
@@ -56,7 +57,8 @@ class Migrations:
     def __init__(self, context: ServerContext, client: MigrationClient) -> None:
         self._context = context
         self._client = client
-        self._tasks: set[asyncio.Task[dict[str, Any]]] = set()
+        self._moving: dict[str, asyncio.Task[dict[str, Any]]] = {}
+        """Migrations from here that have not ended, by the rid of the request in the scheduler."""
         self._name = secrets.token_hex(16)
 
     async def migrate(self, request: Request) -> Response:
@@ -74,9 +76,13 @@ class Migrations:
         if body.attach and not state.has_resume_state:
             message = f"attach needs a stream of one sequence that was requested with {STATE_HEADER}"
             raise RequestError(message, field="attach", status=409, code="not_migratable")
+        rid = state.request.rid
+        if rid in self._moving:  # its failure would end the other one, which has stopped the request
+            message = "another migration of the request has not ended"
+            raise RequestError(message, field="rid", status=409, code="migration_under_way")
         task = asyncio.create_task(self._move(state, url, attach=bool(body.attach)))
-        self._tasks.add(task)  # it ends also when its caller has gone
-        task.add_done_callback(self._tasks.discard)
+        self._moving[rid] = task  # it ends also when its caller has gone
+        task.add_done_callback(lambda _: self._moving.pop(rid, None))
         return json_response({"success": True, "rid": body.rid, "to": str(url), **await asyncio.shield(task)})
 
     async def replicate(self, request: Request) -> Response:
@@ -112,22 +118,18 @@ class Migrations:
     async def migrate_in(self, request: Request) -> Response:
         """`POST /migrate_in`: take a request; answer when it is computed here."""
         context = self._context
-        body = convert(await read_json_object(request, context.max_body_bytes), TakeInBody)
+        body = convert(await read_json_object(request, context.max_body_bytes), TakeInBody, text_keys=True)
         spec = body.request
         if context.mode != "decode":
             message = f"this is a {context.mode} server; requests move between decode servers"
             raise RequestError(message, field="disaggregation_mode", status=409, code="not_migratable")
         if body.source == self._name:
             raise RequestError("this server has the request itself", field="to", status=409, code="not_migratable")
-        if spec.taken_over:
-            self._check_recomputed(spec, body)
-        elif spec.room is None or spec.room.sender is None:
-            raise RequestError("request.room.sender is missing", field="request.room.sender")
         if not 0 < body.timeout_s <= MAX_TAKE_IN_S:
             raise RequestError(f"timeout_s must be in (0, {MAX_TAKE_IN_S:g}]", field="timeout_s")
-        vocab_size = context.limits().vocab_size
-        check_token_ids(spec.input_ids, vocab_size, "request.input_ids")
-        check_token_ids(spec.prior_output_ids, vocab_size, "request.prior_output_ids")
+        check_incoming(spec, context.limits(), context.config.grammar)
+        if spec.taken_over:
+            self._check_recomputed(body)
         if spec.sampling.max_new_tokens == 0 and not context.config.wants_prefix_cache:
             raise RequestError("this server has no prefix cache to take a prefix", status=409, code=NO_CACHE)
         if spec.lora is not None and spec.lora not in context.adapters:
@@ -135,16 +137,15 @@ class Migrations:
         await context.client.take_in(spec, body.timeout_s)
         return json_response({"success": True, "rid": spec.rid})
 
-    def _check_recomputed(self, spec: GenerateRequest, body: TakeInBody) -> None:
-        """Check a request that comes without its KV: no handshake compares the servers.
+    def _check_recomputed(self, body: TakeInBody) -> None:
+        """Check the sender of a request that comes without its KV: no handshake compares the servers.
 
         Raises:
-            RequestError: 409 naming the field in which the servers differ; 400 for a request that is none.
+            RequestError: 409 naming the field in which the servers differ.
         """
-        if spec.room is not None or not spec.local:
-            raise RequestError("request.taken_over is for a local request without a room", field="request.taken_over")
         ours = identity_of(self._context.client.require_ready())
-        for field, theirs, own in (("weights", body.weights, ours.weights), ("dtype", body.dtype, ours.dtype)):
+        for field in ("weights", "model", "dtype"):
+            theirs, own = getattr(body, field), getattr(ours, field)
             if theirs != own:
                 message = f"{field}: this server has {own}, the other one has {theirs}"
                 raise RequestError(message, field=field, status=409, code="not_migratable")
@@ -157,6 +158,8 @@ class Migrations:
 
     async def _events(self, entry: IncomingRequest) -> AsyncGenerator[bytes, None]:
         async for output in self._context.client.incoming.read(entry):
+            if output.logprobs is not None:
+                output = msgspec.structs.replace(output, logprobs=to_wire(output.logprobs))
             yield event(msgspec.to_builtins(output))
 
     async def _move(self, state: RequestState, url: URL, *, attach: bool) -> dict[str, Any]:
@@ -234,7 +237,10 @@ class Migrations:
 
     async def _take_in(self, url: URL, request: GenerateRequest) -> None:
         ours = identity_of(self._context.client.require_ready())
-        await self._client.take_in(url, TakeInBody(request, source=self._name, weights=ours.weights, dtype=ours.dtype))
+        weights, dtype, model = ours.weights, ours.dtype, ours.model
+        await self._client.take_in(
+            url, TakeInBody(request, source=self._name, weights=weights, dtype=dtype, model=model)
+        )
 
     async def _stop(self, rid: str, room: int) -> bytes:
         """Stop the request; returns the encoded offer. Raises RequestError when it goes on."""

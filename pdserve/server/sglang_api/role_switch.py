@@ -22,8 +22,8 @@ from pdserve.config.groups import DisaggMode
 from pdserve.errors import RequestError
 from pdserve.http.errors import HttpRefusal
 from pdserve.server.context import ServerContext
+from pdserve.server.http.drain_gate import DrainGate
 from pdserve.server.http.json_http import convert, json_response, read_json_object
-from pdserve.server.http.middleware import DrainGate
 from pdserve.server.request.schemas import RoleSwitchBody
 from pdserve.server.sglang_api.health import RELEASED_CODE, is_released
 

@@ -78,7 +78,8 @@ def test_a_container_s_limit_bounds_what_is_available(
     write_group(top / "pod", {limit: str(GIB), used: str(GIB // 2), "memory.stat": f"anon 7\n{cache} {GIB // 4}\n"})
     monkeypatch.setattr(host_memory, "OWN_CGROUP", own)
     monkeypatch.setattr(host_memory, "CGROUPS", root)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 8 * GIB}))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 8 * GIB, "total": 16 * GIB}))
+    assert host_memory.total_bytes() == GIB
     assert host_memory.available_bytes() == GIB - GIB // 2 + GIB // 4
     write_group(top / "pod", {used: str(3 * GIB)})
     assert host_memory.available_bytes() == 0
@@ -86,5 +87,5 @@ def test_a_container_s_limit_bounds_what_is_available(
 
 def test_without_a_limit_it_is_what_the_host_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "OWN_CGROUP", tmp_path / "none")
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 8 * GIB}))
-    assert host_memory.available_bytes() == 8 * GIB
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 8 * GIB, "total": 16 * GIB}))
+    assert (host_memory.available_bytes(), host_memory.total_bytes()) == (8 * GIB, 16 * GIB)

@@ -160,19 +160,19 @@ async def test_the_search_ends_at_the_highest_rate_within_the_limits(monkeypatch
     monkeypatch.setattr(Campaign, "_run_one", measured)
     in_flight = 2
     client = BenchClient(BenchTarget(base_url="http://a"))
-    plan = BenchPlan(sessions=lambda seed: [], slo=Slo.parse(["ttft:1"]))
+    plan = BenchPlan(sessions=lambda seed, point: [], slo=Slo.parse(["ttft:1"]))
     campaign = Campaign(plan, [service := BenchService(label="x", client=client)])
     for limit, first in ((5.3, 1.0), (0.4, 8.0), (5.3, 5.0)):
         rates.clear()
-        best, results = await campaign.search(service, first, None)
+        best, results = await campaign.search(service, first, LoadPoint())
         assert limit / 1.12 < best["max_rate_within_slo"] <= limit < best["lowest_rate_beyond_slo"], rates
         assert len(results) == len(rates) <= 12
     for all_or_none, expected in ((math.inf, 2048.0), (0.0, None)):
         limit = all_or_none
-        best, results = await campaign.search(service, 1.0, None)
+        best, results = await campaign.search(service, 1.0, LoadPoint())
         assert best["max_rate_within_slo"] == expected and len(results) == 12
     in_flight = 1
-    best, results = await campaign.search(service, 1.0, None)
+    best, results = await campaign.search(service, 1.0, LoadPoint())
     assert best["max_rate_within_slo"] is None and len(results) == 1, "a lower rate is no better"
 
 

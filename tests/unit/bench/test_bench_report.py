@@ -67,11 +67,12 @@ def test_two_services_have_ratios_within_rounds() -> None:
     ttfts = ((0.1, 0.2), (0.2, 0.4), (0.3, 0.7))
     results = [result(label, 1.0, ttft, round_index=index)
                for index, both in enumerate(ttfts) for label, ttft in zip("ab", both, strict=True)]  # fmt: skip
-    headings, rows = text_report.comparison(results)
+    (found,) = text_report.comparisons(results)
+    headings, rows = found.headings, found.rows
     assert rows[0][:3] == ["1.0", "-", "3"] and rows[0][headings.index("TTFT p50")] == "2.00x (2.00-2.33)"
     assert "b / a:" in text_report.table(results) and "<h2>b / a</h2>" in html_report.page(report(*results))
-    assert text_report.comparison(results[::2]) == ([], [])
-    assert text_report.comparison(results[1:3])[1] == [["1.0", "-", "0", *["-"] * 7]], "no round has both"
+    assert text_report.comparisons(results[::2]) == []
+    assert text_report.comparisons(results[1:3])[0].rows == [["1.0", "-", "0", *["-"] * 7]], "no round has both"
 
 
 def test_rounds_of_a_load_are_one_point_and_concurrencies_an_axis() -> None:
@@ -109,7 +110,7 @@ def test_the_course_counts_tokens_and_requests_in_flight() -> None:
 
 
 def test_a_chart_without_values_has_axes() -> None:
-    empty = line_chart("t", "x", "y", [ChartSeries(name="n", points=[], colour="pair")])
+    empty = line_chart("t", "x", "y", [ChartSeries(name="n", points=[], colour="series1")])
     assert texts(empty.svg)[:2] == ["t", "n"]
 
 

@@ -44,7 +44,10 @@ def test_interference_has_the_medians_of_four_systems() -> None:
     assert {"20", "400", "1,000", "2,000", "40", "10"} <= set(found)
     assert "8 streams while prompts of 1,500 tokens arrive" in found
     assert any("2 cores of Some CPU, 2026-01-02; median of 3 rounds" in text for text in found)
-    (pair_itl, pair_rate), (llama_itl, llama_rate) = bars(drawing, "pair", "width"), bars(drawing, "peer2", "width")
+    (pair_itl, pair_rate), (llama_itl, llama_rate) = (
+        bars(drawing, "series1", "width"),
+        bars(drawing, "series3", "width"),
+    )
     assert llama_itl == pytest.approx(100 * pair_itl, rel=0.05) and pair_rate == pytest.approx(
         40 * llama_rate, rel=0.05
     )
@@ -70,8 +73,8 @@ def test_throughput_has_a_group_for_each_number_of_streams_and_a_dash_for_no_rat
     drawing = charts.throughput({"date": "2026-01-02", "machine": MACHINE, "decode": decode})
     found = texts(drawing)
     assert [found.count(text) for text in ("1 stream", "64 streams", "640", "10", "–")] == [1, 1, 3, 4, 1]
-    assert len(bars(drawing, "pair", "height")) == 1
-    low, high = bars(drawing, "own", "height")
+    assert len(bars(drawing, "series1", "height")) == 1
+    low, high = bars(drawing, "series4", "height")
     assert high == pytest.approx(64 * low, rel=0.05)
     for entry in decode:
         entry["rounds"] = [one | {"output_tok_s": 7.0} for one in entry["rounds"]]

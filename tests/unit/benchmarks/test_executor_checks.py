@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import ahead_checks, check_cuda, model_timings, products, tilings, timings
+from benchmarks.gpu import ahead_checks, check_cuda, model_timings, products, serving_checks, tilings, timings
 from benchmarks.gpu import executor_checks as checks
 from benchmarks.gpu.shapes import TINY_MODELS
 from benchmarks.report import ROOT
@@ -22,7 +22,7 @@ from pdserve.executor.factory import LoadedEngine
 from pdserve.model.gpu import small_batch_gemm
 from pdserve.model.gpu.decode_attention import AttentionTiling as Attention
 from tests import ahead
-from tests.tiny import Family
+from tests.tiny import Family, make_tiny
 from tests.unit.model.triton_kit import DEVICE
 
 
@@ -41,6 +41,13 @@ def test_all_checks_pass_on_cpu(checkpoint: Path) -> None:
     ahead_checks.check_launch_never_waits(checkpoint, "cpu")
     ahead_checks.check_layer_events(checkpoint, "cpu")
     ahead_checks.check_offload(checkpoint, "cpu", 16)
+    serving_checks.check_host_tier(checkpoint, "cpu", 16)
+
+
+def test_other_weights_are_checked(checkpoint: Path, tmp_path: Path) -> None:
+    serving_checks.check_other_weights(checkpoint, make_tiny("qwen3", tmp_path, seed=1), "cpu")
+    with pytest.raises(AssertionError, match="nothing is checked"):
+        serving_checks.check_other_weights(checkpoint, checkpoint, "cpu")
 
 
 def test_without_the_engine_rows_that_follow_grammars_are_left_out(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from pathlib import Path
 
-from benchmarks.report import cpu_model
+from pdserve.base.host_facts import cpu_model
 
 CPU = "processor\t: {index}\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\nstepping\t: {index}\n\n"
 

@@ -76,6 +76,27 @@ def _tcp(s: FleetService) -> None:
         info["facts"]["transfer_protocol"] = "tcp"
 
 
+def _two_transports(s: FleetService) -> None:
+    s.infos[s.decode]["disaggregation_transfer_backend"] = "auto"
+    s.infos[s.decode]["facts"] |= {"transfer_backend": "shm", "transfer_protocol": "memory"}
+
+
+def _handshake(s: FleetService) -> None:
+    refusal = "pdserve_version: peer differs"
+    state_of(s, s.decode)["facts"]["last_handshake_refusal"] = f"127.0.0.1:9: {refusal}"
+    s.pairs[0] |= {"serving": False, "error": f"status 503, handshake_refused: the probe failed: {refusal}"}
+
+
+def _all_clocks(s: FleetService) -> None:
+    for info in s.infos.values():
+        info["host_facts"]["time_s"] += 60.0
+
+
+def _waiting(s: FleetService) -> None:
+    state = state_of(s, s.decode)
+    state["num_queue_reqs"], state["facts"]["memory_wait_s"] = 9, 7.0
+
+
 def _full(s: FleetService) -> None:
     state_of(s, s.decode).update(memory={"pages_total": 100, "pages_free": 0, "pages_evictable": 1}, num_queue_reqs=9)
 
@@ -89,8 +110,10 @@ DEFECTS: dict[str, tuple[Callable[[FleetService], object], list[tuple[str, str]]
     "keys": (_unreadable, [("error", "unreadable")], "status 401"),
     "tokens": (_tokens_differ, [("error", "control_token")], "different control tokens"),
     "token missing": (_token_missing, [("error", "control_token")], "have no control token, the others"),
-    "versions": (lambda s: s.infos[s.decode].update(version="9"), [("warning", "versions")], "versions differ: "),
-    "clock": (_clock, [("warning", "clocks")], "s apart"),
+    "versions": (lambda s: s.infos[s.decode].update(version="9"), [("error", "versions")], "versions differ: "),
+    "version of the router": (lambda s: s.router.update(version="9"), [("warning", "versions")], "9 at router http"),
+    "clock": (_clock, [("warning", "clocks")], "s behind"),
+    "clock here": (_all_clocks, [("note", "clocks")], "apart from the clock of this host"),
     "port": (_bootstrap_port, [("warning", "port")], "bootstrap port 127.0.0.1:1"),
     "weights": (
         lambda s: s.infos[s.decode]["facts"].update(weights_fingerprint="x"), [("error", "kv")], "weights differs"
@@ -104,12 +127,19 @@ DEFECTS: dict[str, tuple[Callable[[FleetService], object], list[tuple[str, str]]
     "transport": (
         lambda s: s.infos[s.decode]["facts"].update(transfer_backend="nixl"), [("error", "transport")], "nixl"
     ),
+    "transports by auto": (_two_transports, [("error", "transport")], "'mooncake' at http"),
+    "refused pair": (_handshake, [("error", "pair")], "peer differs"),
+    "token at router": (
+        lambda s: s.workers[0].update(is_healthy=False, last_error="x does not prove the control token"),
+        [("error", "no_server"), ("error", "dead")], "control token",
+    ),
     "NIC": (_tcp, [("warning", "nic")] * 2, "RDMA devices: mlx5_0"),
     "memory": (
         lambda s: s.infos[s.decode]["host_facts"].update(memory_available_bytes=1 << 20),
-        [("warning", "host_memory")], "0.0 GiB of memory left",
+        [("warning", "host_memory")], "0.00 of 16.0 GiB",
     ),
     "pool": (_full, [("warning", "kv_full")], "1 of 100 KV pages"),
+    "memory wait": (_waiting, [("warning", "kv_full")], "9 requests wait, the first one 7 s for KV memory"),
     "quarantine": (
         lambda s: state_of(s, s.decode).update(oldest_orphan_s=99.0), [("warning", "quarantine")], "since 99 s"
     ),

@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -202,6 +203,8 @@ class BadStore(MemoryStorage):
         self.gate.set()
         self.entered = threading.Event()
         self.is_away = self.lies = False
+        self.refuses: set[int] = set()
+        """Indices of objects that a put does not take."""
         self.damage = 0
         """Objects read whose last byte is changed."""
 
@@ -227,7 +230,8 @@ class BadStore(MemoryStorage):
     def put_from(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
         """See `Storage`."""
         self._pass()
-        return super().put_from(keys, buffers)
+        taken = super().put_from(keys, buffers)
+        return [ok and index not in self.refuses for index, ok in enumerate(taken)]
 
 
 @pytest.fixture
@@ -320,6 +324,34 @@ def test_lying_store_is_left_alone(client: StorageClient, store: BadStore) -> No
     assert not client.breaker.allows
     lookup = client.start_lookup(page_ids(2))
     assert lookup.is_done and lookup.num_found == 0
+
+
+def test_refused_pages_do_not_count_as_sent(client: StorageClient, store: BadStore) -> None:
+    """A full store takes no page behind the first refused one in the count, so that all these are sent again later."""
+    store.refuses = {1}
+    job = client.start_put(page_ids(4), views(4))
+    wait_until(lambda: job.is_done, "the pages are stored")
+    assert (job.num_done, client.counts.pages_written, client.counts.pages_refused) == (1, 3, 1)
+    assert client.breaker.allows
+
+
+@pytest.mark.parametrize("answer", [-1, 99, None, True, "2"])
+def test_a_store_that_answers_nonsense_has_failed(client: StorageClient, store: BadStore, answer: Any) -> None:
+    """Its threads go on, and the breaker opens."""
+    store.exists = lambda keys: answer  # type: ignore[method-assign]
+    job = client.start_lookup(page_ids(3))
+    wait_until(lambda: job.is_done, "the look-up has ended")
+    assert job.num_found == 0
+    assert not client.breaker.allows and "answered" in client.breaker.last_error
+
+
+def test_a_store_that_forgets_results_has_failed(client: StorageClient, store: BadStore) -> None:
+    """Fewer results than objects are no results."""
+    put(client, 3)
+    store.get_into = lambda keys, buffers: [True]  # type: ignore[method-assign]
+    job, _ = fetch(client, 3)
+    assert job.num_done == 0
+    assert "1 results for 3 objects" in client.breaker.last_error
 
 
 def test_store_that_is_away_is_probed(client: StorageClient, store: BadStore) -> None:

@@ -205,6 +205,7 @@ def test_keys_are_the_chain_of_sha256_below_the_namespace() -> None:
         KeyNamespace("w1", True, "l2", "float32", PAGE_TOKENS),
         KeyNamespace("w1", True, "l1", "bfloat16", PAGE_TOKENS),
         KeyNamespace("w1", True, "l1", "float32", 4),
+        KeyNamespace("w1", True, "l1", "float32", PAGE_TOKENS, model="with YaRN"),
     ],
 )
 def test_each_field_of_the_namespace_changes_all_keys(other: KeyNamespace) -> None:

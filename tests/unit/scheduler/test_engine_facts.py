@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from pdserve.engine.replica import check_rank_facts, rank_facts
+from pdserve.config.groups import ModelConfig, ServerConfig
+from pdserve.engine.kv_events import key_namespace
+from pdserve.engine.replica import ReplicaEngine, check_rank_facts, rank_facts
 from pdserve.errors import ConfigError
 from pdserve.ranks.messages import RankReady
 from tests.driver import build
@@ -30,3 +34,16 @@ def test_all_ranks_have_the_kernels_or_none(tiny_checkpoint: Callable[[Family], 
 
 def ready(facts: dict[str, str]) -> RankReady:
     return RankReady(facts=facts, memory=None, samples={}, drain_timeout_s=0.0, fence_drain_timeout_s=0.0)
+
+
+def test_keys_of_pages_depend_on_the_configuration(tiny_checkpoint: Callable[[Family], Path], tmp_path: Path) -> None:
+    """One set of weights with another rotary embedding, as with YaRN, computes other KV."""
+    roots = []
+    for theta in (1e4, 2e4):
+        path = shutil.copytree(tiny_checkpoint("llama"), tmp_path / str(theta))
+        config = json.loads((path / "config.json").read_text())
+        config.pop("rope_parameters", None)
+        (path / "config.json").write_text(json.dumps(config | {"rope_theta": theta}))
+        engine = ReplicaEngine(build(path), None, None)  # type: ignore[arg-type]
+        roots.append(key_namespace(ServerConfig(model=ModelConfig(model_path=str(path))), engine).root())
+    assert roots[0] != roots[1]

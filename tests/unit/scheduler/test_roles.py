@@ -22,6 +22,7 @@ from pdserve.scheduler.roles.base import PollFailures, can_recompute
 from pdserve.sim.network import Faults
 from pdserve.sim.world import Prompt, Shape, SimNode, World, monolith_tokens
 from pdserve.transfer.room import KVPoll
+from tests.unit.scheduler.kit import Mono
 
 PROMPT = [5, 6, 7, 8, 9]
 QUIET = Faults(repeated=0.0, max_delay_s=0.1)
@@ -197,6 +198,31 @@ def test_tokens_in_prealloc_and_transfer_are_shown() -> None:
     _until(world, lambda: world.decode.scheduler.role.queues()["num_decode_transfer_queue_reqs"] == 1)
     facts = world.decode.scheduler.state().facts
     assert (facts["preallocated_tokens"], facts["pending_prealloc_tokens"]) == (len(PROMPT), 0)
+
+
+def test_the_wait_for_memory_is_shown_at_decode() -> None:
+    world = _world(num_rows=4, num_pages=6)
+    for name, room in (("a", 7), ("b", 8)):
+        for node in (world.decode, world.prefill):
+            node.mailbox.post(_request(name, room, max_new=12))
+    waits = lambda: world.decode.scheduler.role.facts()["memory_wait_s"]  # noqa: E731
+    assert waits() == 0.0
+    _until(world, lambda: float(waits()) > 0.0)
+    assert world.decode.scheduler.role.queues()["num_decode_prealloc_queue_reqs"] == 1
+    _until(world, _idle(world))
+    assert waits() == 0.0
+
+
+def test_the_wait_for_memory_is_shown_at_a_server_without_disaggregation() -> None:
+    mono = Mono(num_rows=4, num_pages=4, chunk=16)
+    for name in ("a", "b"):
+        mono.post(name, [5] * 9, max_new_tokens=4)
+    mono.scheduler.step()
+    mono.clock.advance(3.0)
+    assert mono.scheduler.role.facts()["memory_wait_s"] == 3.0
+    while mono.scheduler.step():
+        pass
+    assert mono.scheduler.role.facts()["memory_wait_s"] == 0.0
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.errors import GrammarError
+from pdserve.errors import GrammarError, RequestError
 from pdserve.grammar.compile import JsonRules, compile_grammar
 from pdserve.grammar.matcher import Matcher
 from pdserve.grammar.vocabulary import Vocabulary
@@ -132,3 +132,10 @@ def test_a_regex_is_wrapped_and_a_handwritten_grammar_is_not(tokenizer: Tokenize
     assert not allows(tokenizer, vocabulary, wrapped, "hm</think>x")
     own = constraint_of(ebnf='root ::= "a"')
     assert reasoning_grammar(own, THINKING["qwen3"], True) is own
+
+
+@pytest.mark.parametrize("text", ["x", "{", "[" * 100_000])
+def test_a_schema_that_is_no_json_names_its_field(text: str) -> None:
+    with pytest.raises(RequestError, match="guided_json: the schema is not valid JSON") as raised:
+        reasoning_grammar(constraint_of(guided_json=text), THINKING["qwen3"], None)
+    assert raised.value.field == "guided_json"

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import math
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
 import orjson
 import pytest
+from msgspec.structs import replace
 from yarl import URL
 
 from pdserve.base.stream_state import EVENT_END, STATE_HEADER, split_event
 from pdserve.config.groups import ServerConfig
 from pdserve.protocol.failure import MIGRATED, Failure
+from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.messages import (
     CommandReply,
     EndMigration,
@@ -27,9 +30,14 @@ from pdserve.protocol.messages import (
     RoomAddress,
     SenderAddress,
     SendPrefix,
+    TokenLogprob,
 )
+from pdserve.protocol.sampling import ProcessorParams
 from pdserve.server.engine_client import migration
-from pdserve.server.migration_client import MigrateStreamBody, TakeInBody, _refusal, base_url
+from pdserve.server.generation import Resume, to_wire
+from pdserve.server.http.json_http import event
+from pdserve.server.migration_client import MigrateStreamBody, TakeInBody, _refusal, base_url, decode_output
+from pdserve.server.request.custom_params import ANY_TEXT
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import Bench, bench
 from tests.waiting import until
@@ -232,6 +240,76 @@ async def test_a_retracted_request_is_computed_again(tokenizer: Tokenizer, monke
             assert (answer.status_code, answer.json()["param"]) == (status, param), answer.text
 
 
+Change = Callable[[GenerateRequest], GenerateRequest]
+INCOMING: list[tuple[str, int, Change]] = [
+    ("request.rid", 400, lambda r: replace(r, rid="")),
+    ("request.input_ids", 400, lambda r: replace(r, input_ids=[])),
+    ("request.input_ids", 400, lambda r: replace(r, input_ids=[1 << 30])),
+    ("request.prior_output_ids", 400, lambda r: replace(r, prior_output_ids=[5] * 9)),
+    ("request.hidden", 400, lambda r: replace(r, input_embeds=b"abcd")),
+    ("request.kv_tokens", 400, lambda r: replace(r, kv_tokens=2)),
+    ("request.cache_salt", 400, lambda r: replace(r, cache_salt="x" * 9999)),
+    ("request.logprobs.top", 400, lambda r: replace(r, logprobs=Logprobs(top=1 << 30))),
+    ("request.logprobs.token_ids", 400, lambda r: replace(r, logprobs=Logprobs(token_ids=(-1,)))),
+    ("request.sampling.temperature", 400, lambda r: _sampled(r, temperature=-1.0)),
+    ("request.sampling.logit_bias", 400, lambda r: _sampled(r, logit_bias={1 << 30: 1.0})),
+    ("request.sampling.seed", 400, lambda r: _sampled(r, seed=-1)),
+    ("request.sampling.grammar", 400, lambda r: _sampled(r, processor=ProcessorParams(name="x"))),
+    ("custom_logit_processor", 409, lambda r: _sampled(r, processor=ProcessorParams(name="x"), grammar=ANY_TEXT)),
+    ("context_length", 409, lambda r: _sampled(r, max_new_tokens=1 << 40)),
+]
+
+
+def _sampled(request: GenerateRequest, **changes: Any) -> GenerateRequest:
+    return replace(request, sampling=replace(request.sampling, **changes))
+
+
+async def test_the_value_of_a_request_is_checked(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that no body could ask for comes to the scheduler, and what this server lacks is named."""
+    async with two(tokenizer, monkeypatch) as (source, target):
+        stream = await begin(source)
+        value = replace(source.scheduler.requests[0], room=None, local=True, taken_over=True, prior_output_ids=ALL[:2])
+        for field, status, change in INCOMING:
+            taken = TakeInBody(change(value), weights="w", dtype="float32")
+            answer = await target.http.post("/migrate_in", content=msgspec.json.encode(taken))
+            assert (answer.status_code, answer.json()["param"]) == (status, field), answer.text
+        for endpoint in ("nowhere", ":5", "h:0", "h:99999"):
+            room = RoomAddress(host="h", port=None, room=5, sender=SenderAddress(instance="i", endpoint=endpoint))
+            taken = TakeInBody(replace(value, room=room, local=False, taken_over=False))
+            answer = await target.http.post("/migrate_in", content=msgspec.json.encode(taken))
+            assert (answer.status_code, answer.json()["param"]) == (400, "request.room.sender"), answer.text
+        other = TakeInBody(value, weights="w", dtype="float32", model="with YaRN")
+        answer = await target.http.post("/migrate_in", content=msgspec.json.encode(other))
+        assert (answer.status_code, answer.json()["param"]) == (409, "model")
+        assert not target.scheduler.requests
+        biased = TakeInBody(_sampled(value, logit_bias={7: 2.0}), weights="w", dtype="float32")
+        answer = await target.http.post("/migrate_in", content=msgspec.json.encode(biased))
+        assert answer.status_code == 200, answer.text
+        assert target.scheduler.requests[0].sampling.logit_bias == {7: 2.0}
+        source.scheduler.finish(source.scheduler.requests[0])
+        await stream
+
+
+async def test_a_second_migration_does_not_end_the_first(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with two(tokenizer, monkeypatch) as (source, _):
+        stream = await begin(source)
+        source.scheduler.on_migration = moves(source.scheduler.requests[0])
+        gate, take_in = asyncio.Event(), DirectClient.take_in
+
+        async def late(client: DirectClient, url: URL, taken: TakeInBody) -> None:
+            await gate.wait()
+            await take_in(client, url, taken)
+
+        monkeypatch.setattr(DirectClient, "take_in", late)
+        first = asyncio.create_task(source.http.post("/migrate", json={"rid": "x", "to": TO}))
+        await until(lambda: any(isinstance(command, MigrateOut) for command in source.scheduler.commands))
+        second = await source.http.post("/migrate", json={"rid": "x", "to": "http://nobody:1"})
+        assert (second.status_code, second.json()["error"]["code"]) == (409, "migration_under_way")
+        gate.set()
+        assert (await first).status_code == 200
+        assert results((await stream).content)[-1]["output_ids"] == [*ALL, 0]
+
+
 async def test_a_request_does_not_move_to_its_own_server(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     async with two(tokenizer, monkeypatch) as (source, _):
         monkeypatch.setattr(DirectClient, "other", source)
@@ -304,6 +382,16 @@ async def test_what_cannot_move_is_refused(tokenizer: Tokenizer, monkeypatch: py
         assert (await target.http.post("/migrate_stream", json={"rid": "z"})).status_code == 404
         source.scheduler.finish(request)
         await stream
+
+
+def test_log_probabilities_of_forbidden_tokens_move() -> None:
+    """JSON has no infinity; the output of the other server, and a stream's state, are JSON."""
+    lines = [TokenLogprob(-math.inf, [(3, -0.5)], [-1.5, -math.inf])]
+    output = EngineCoreOutput(rid="x", token_ids=[3], logprobs=to_wire(lines))
+    assert decode_output(event(msgspec.to_builtins(output)).removeprefix(b"data: ")).logprobs == lines
+    sent = orjson.loads(orjson.dumps(msgspec.to_builtins(to_wire(lines))))
+    resume = msgspec.convert({"head": {"id": "x"}, "token_ids": [3], "logprobs": sent}, Resume)
+    assert resume.token_logprobs == lines == resume.update("").logprobs
 
 
 def test_a_base_url_has_no_path() -> None:

@@ -14,7 +14,7 @@ from fastapi.routing import APIRoute
 import pdserve.server
 from pdserve.config.access_group import AccessConfig
 from pdserve.http.access import RESTORE_PATH
-from pdserve.http.response_store import CANCEL_PATH, ITEMS_PATH
+from pdserve.http.response_store import CANCEL_PATH, ITEMS_PATH, MAX_EVENT_NUMBER, RESPONSE_PATH
 from pdserve.observe.history import PATH as HISTORY_PATH
 from pdserve.server.app import BODIES, OPTIONAL_BODIES
 from pdserve.server.sglang_api.snapshots import KV_RULES
@@ -117,6 +117,11 @@ async def test_every_query_says_what_it_may_be_and_nothing_else_is_read(tokenize
             assert found.pop((HISTORY_PATH, "get", name)) == {"type": "number", "minimum": 0}
             assert (await b.http.get(f"{HISTORY_PATH}?{name}=x")).json()["param"] == name
         assert all(found.pop((ITEMS_PATH, "get", name)) for name in ("order", "limit", "after"))
+        for name, schema in (
+            ("stream", {"type": "boolean"}),
+            ("starting_after", {"type": "integer", "minimum": 0, "maximum": MAX_EVENT_NUMBER}),
+        ):
+            assert found.pop((RESPONSE_PATH, "get", name)) == schema
         for path, name, most in (("/logs", "lines", 5000), ("/v1/models", "limit", 1000)):
             assert found.pop((path, "get", name)) == {"type": "integer", "minimum": 1, "maximum": most}
             for text in ("x", "0", str(most + 1)):

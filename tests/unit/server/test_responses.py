@@ -181,7 +181,7 @@ async def test_a_failure_after_the_first_token_is_an_event(tokenizer: Tokenizer)
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"previous_response_id": 5}, "previous_response_id"),
     ({"store": "yes"}, "store"),
-    ({"background": True}, "background"),
+    ({"background": "yes"}, "background"),
     ({"conversation": "conv_1"}, "conversation"),
     ({"prompt": {"id": "p"}}, "prompt"),
     ({"input": 5}, "input"),

@@ -177,6 +177,7 @@ def changed(data: bytes, **fields: Any) -> bytes:
 
 
 HOSTILE: tuple[tuple[str, int, Callable[[RequestSnapshot], dict[str, Any]]], ...] = (
+    ("snapshot.identity.model", 409, lambda s: {"identity": msgspec.structs.replace(s.identity, model="with YaRN")}),
     ("snapshot.identity.weights", 409, lambda s: {"identity": msgspec.structs.replace(s.identity, weights="other")}),
     ("snapshot.input_ids", 409, lambda s: {"input_ids": [5, 6, 7]}),
     ("snapshot.output_ids", 400, lambda s: {"output_ids": [319, 320, 5]}),

@@ -1,1 +1,1 @@
-"""OpenAI's responses API, `/v1/responses`, stateless: every request carries its whole conversation."""
+"""OpenAI's responses API, `/v1/responses`, with stored responses and responses in the background."""

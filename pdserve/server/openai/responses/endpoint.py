@@ -12,6 +12,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from pdserve.errors import PdserveError
+from pdserve.http.background_responses import not_stored
 from pdserve.http.errors import HttpRefusal
 from pdserve.http.response_store import Recording
 from pdserve.protocol.messages import FinishReason
@@ -215,8 +216,22 @@ async def responses(context: ServerContext, request: Request) -> Response:
         RequestError: the body is invalid; the error names the field.
     """
     raw = await read_json_object(request, context.max_body_bytes)
+    body, states, plan = await prepare_response(context, raw)
+    if body.background:
+        raise not_stored()
+    return await ResponsesCall(context, body, states, plan, recording_of(request)).answer(request)
+
+
+async def prepare_response(
+    context: ServerContext, raw: dict[str, Any]
+) -> tuple[ResponsesBody, list[RequestState], ReadPlan]:
+    """Validate the body `raw`, and return it with its sequences. Nothing is submitted.
+
+    Raises:
+        RequestError: the body is invalid; the error names the field.
+    """
     context.limits()
     body = convert(refuse_unsupported(raw, UNSUPPORTED_RESPONSES), ResponsesBody)
     with with_fields_of(body):
         states, plan = await prepare_chat(context, to_chat(body), "input")
-    return await ResponsesCall(context, body, states, plan, recording_of(request)).answer(request)
+    return body, states, plan

@@ -9,7 +9,7 @@ import msgspec
 from pdserve.server.request.field_types import Input, ResponsesToolChoice
 from pdserve.server.request.schemas import UNSUPPORTED_OPENAI, OpenAIBody
 
-STATEFUL = ("background", "conversation", "prompt")
+STATEFUL = ("conversation", "prompt")
 """Fields of server-side state that is not stored here."""
 UNSUPPORTED_RESPONSES = (*STATEFUL, *UNSUPPORTED_OPENAI, "prompt_logprobs")
 
@@ -46,6 +46,7 @@ class ResponsesBody(OpenAIBody):
     truncation: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
+    background: bool | None = None
     max_tool_calls: int | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None

@@ -13,10 +13,16 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from pdserve.errors import RequestError
+from pdserve.http.background_responses import BackgroundResponses
 from pdserve.http.credentials import authorization_of
 from pdserve.http.response_store import HISTORY_FIELD, PREVIOUS, Recording, ResponseStore
 from pdserve.server.context import ServerContext
-from pdserve.server.http.json_http import PARSED_BODY, json_response, read_json_object
+from pdserve.server.http.json_http import (
+    PARSED_BODY,
+    json_response,
+    read_json_object,
+    stream_response,
+)
 
 RECORDING = "pdserve.recording"
 """Key of an ASGI scope: the `Recording` of the request's response; absent: nothing is stored."""
@@ -55,23 +61,32 @@ def recording_of(request: Request) -> Recording | None:
 
 
 async def get_response(context: ServerContext, request: Request) -> Response:
-    """Serve `GET /v1/responses/ID`. Raises RequestError: see `ResponseStore.get`."""
-    return json_response(_store(context).get(*_named(context, request), request.query_params))
+    """Serve `GET /v1/responses/ID`. Raises RequestError: see `ResponseStore.get` and `events`."""
+    events = _store(context).events(*_named(context, request), request.query_params)
+    if events is None:
+        return json_response(_store(context).get(*_named(context, request)))
+    return await stream_response(request, events, done=b"")
 
 
 async def delete_response(context: ServerContext, request: Request) -> Response:
-    """Serve `DELETE /v1/responses/ID`. Raises RequestError: see `ResponseStore.delete`."""
-    return json_response(_store(context).delete(*_named(context, request)))
+    """Serve `DELETE /v1/responses/ID`. Raises RequestError: see `BackgroundResponses.delete`."""
+    return json_response(background_of(context).delete(*_named(context, request)))
 
 
 async def cancel_response(context: ServerContext, request: Request) -> Response:
-    """Serve `POST /v1/responses/ID/cancel`. Raises RequestError: see `ResponseStore.cancel`."""
-    return json_response(_store(context).cancel(*_named(context, request)))
+    """Serve `POST /v1/responses/ID/cancel`. Raises RequestError: see `BackgroundResponses.cancel`."""
+    return json_response(background_of(context).cancel(*_named(context, request)))
 
 
 async def response_items(context: ServerContext, request: Request) -> Response:
     """Serve `GET /v1/responses/ID/input_items`. Raises RequestError: see `ResponseStore.input_items`."""
     return json_response(_store(context).input_items(*_named(context, request), request.query_params))
+
+
+def background_of(context: ServerContext) -> BackgroundResponses:
+    """Return the responses that run in the background at this server."""
+    assert context.background is not None, "an application has a store"
+    return context.background
 
 
 def _named(context: ServerContext, request: Request) -> tuple[Any, str]:
