@@ -80,7 +80,8 @@ EXPLAINED_BYTES = 1 << 20
 """Larger bodies are not parsed again to accept `NaN`: Python's own parser takes many times as long."""
 
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(.*)`$")
-_NAMED = re.compile(r"(?:unknown|required) field `(.*?)`")
+_UNKNOWN = re.compile(r"unknown field `(.*?)`")
+_MISSING = re.compile(r"missing required field `([^`]*)`$")
 
 
 def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -161,8 +162,8 @@ def convert(value: Any, kind: type[T], *, prefix: str = "", text_keys: bool = Fa
     """Convert `value` to the msgspec struct `kind`. `text_keys`: numbers that are keys come as text, as in all JSON.
 
     Raises:
-        RequestError: 400 naming the field (as a path, e.g. `sampling_params.top_k`) that is missing, unknown, or of a
-            wrong type.
+        RequestError: 400 naming the field (as a path, e.g. `sampling_params.top_k`) that is unknown or of a wrong
+            type. A field that a whole body lacks is named too; where an inner object lacks one, the object is named.
     """
     try:
         return msgspec.convert(value, kind, str_keys=text_keys)
@@ -170,7 +171,7 @@ def convert(value: Any, kind: type[T], *, prefix: str = "", text_keys: bool = Fa
         text = str(error)
         path = _PATH.search(text)
         inner = path.group(1) if path is not None else ""
-        named = _NAMED.search(text)
+        named = _UNKNOWN.search(text) or (None if prefix else _MISSING.search(text))
         names = (prefix, inner, named.group(1) if named is not None else "")
         field = ".".join(name for name in names if name)
         raise RequestError(f"{field}: {_PATH.sub('', text)}", field=field or None) from error
