@@ -83,14 +83,15 @@ def value_s(record: BenchRecord, metric: str) -> float | None:
 def metric_values_s(records: Sequence[BenchRecord], metric: str, since_s: float = 0.0) -> list[float]:
     """Return all values of one of `METRICS` in seconds: one per request, or for ITL one per gap.
 
-    A request that began before `since_s` of the run has only its later gaps, one without its end no TPOT and E2E.
+    A request that began before `since_s` of the run has only the gaps that end later. A request that was cut has no
+    TPOT and no E2E latency.
     """
     if metric == "itl":
         return [
             later - earlier
             for record in records
             for earlier, later in itertools.pairwise(record.arrivals_s)
-            if record.start_s + earlier >= since_s
+            if record.start_s + later >= since_s
         ]
     used = [record for record in records if record.arrivals_s and record.start_s >= since_s]
     values = [value_s(record, metric) for record in used if record.whole or metric not in WHOLE_ANSWERS]

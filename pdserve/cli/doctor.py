@@ -14,7 +14,7 @@ import socket
 import sys
 import textwrap
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,7 +22,17 @@ from urllib.parse import urlsplit
 import requests
 
 from pdserve.cli.doctor_checks import CHECKS, Finding, is_loopback
-from pdserve.cli.fleet import Fleet, FleetClient, FleetServer, add_connection_flags, client_of, printable, read_fleet
+from pdserve.cli.fleet import (
+    SHAPE_ERRORS,
+    Fleet,
+    FleetClient,
+    FleetServer,
+    add_connection_flags,
+    client_of,
+    other_form,
+    printable,
+    read_fleet,
+)
 from pdserve.cli.help_pages import CommandParser
 from pdserve.errors import RequestError
 
@@ -103,8 +113,10 @@ def diagnose(client: FleetClient) -> Diagnosis:
         fleet = read_fleet(client)
     except RequestError as error:
         return Diagnosis(url=client.url, checked_at_s=checked_at_s, servers=(), findings=(_unreachable(client, error),))
-    found = [finding for check in CHECKS for finding in check(fleet)]
-    found += check_ports(fleet)
+    except SHAPE_ERRORS as error:
+        finding = _other_form(client.url, "the deployment was not read", error)
+        return Diagnosis(url=client.url, checked_at_s=checked_at_s, servers=(), findings=(finding,))
+    found = [finding for check in (*CHECKS, check_ports) for finding in _run(check, fleet)]
     found += check_access(client)
     order = {name: place for place, name in enumerate(SEVERITIES)}
     return Diagnosis(
@@ -124,6 +136,20 @@ def _unreachable(client: FleetClient, error: RequestError) -> Finding:
         check = "key"
         fix = "give --api-key, or set PDSERVE_API_KEY; where servers require proofs, ask the router instead"
     return Finding(check=check, severity="error", where=(client.url,), what=error.message, fix=fix)
+
+
+def _run(check: Callable[[Fleet], Iterable[Finding]], fleet: Fleet) -> Iterator[Finding]:
+    """Yield the findings of a check; at an answer of another form than it expects, one that says so."""
+    try:
+        yield from check(fleet)
+    except SHAPE_ERRORS as error:
+        yield _other_form(fleet.url, f"the check of {check.__name__.removeprefix('check_')} has ended early", error)
+
+
+def _other_form(url: str, told: str, error: Exception) -> Finding:
+    what = f"{told}: {other_form('an answer', error)}"
+    fix = "use the command of the deployment's version, and check that the address is that of pdserve"
+    return Finding(check="other_form", severity="error", where=(url,), what=what, fix=fix)
 
 
 def check_ports(fleet: Fleet) -> Iterator[Finding]:

@@ -9,11 +9,12 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 import requests
+from urllib3.exceptions import HTTPError
 
 from pdserve.base.hosts import LOOPBACK
 from pdserve.cli.help_pages import CommandParser
@@ -23,6 +24,9 @@ from pdserve.http.credentials import ADMIN_API_KEY, API_KEY
 DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 20.0
+"""Seconds for a whole answer."""
+MAX_TIMEOUTS, SHORT_TIMEOUT_S = 2, 4.0
+"""After two answers that took too long, each further one has 4 s, so that a command ends within two minutes."""
 MAX_BYTES = 64 << 20
 ROLES = {"prefill": "prefill", "decode": "decode", "regular": "unified", "null": "unified"}
 """Our names of roles, by the router's worker types and by the servers' modes."""
@@ -48,6 +52,7 @@ class FleetClient:
             raise ConfigError(f"the address is {url!r}, but must be such as {DEFAULT_URL}", field="url")
         self.host = address.hostname
         self._keys = (api_key, admin_api_key or api_key)
+        self._num_timeouts = 0
         self._http = requests.Session()
         self._http.trust_env = self.host not in LOOPBACK  # a proxy cannot reach this host's loopback
         if ca_cert is not None:
@@ -66,20 +71,23 @@ class FleetClient:
             RequestError: no answer, another status (`status` is the answer's), or more than `MAX_BYTES`.
         """
         key = self._keys[admin]
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        headers = {"Accept-Encoding": "identity"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
+        timeout_s = READ_TIMEOUT_S if self._num_timeouts < MAX_TIMEOUTS else SHORT_TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         try:
             with self._http.get(
                 self.url + path,
                 headers=headers,
                 stream=True,
-                timeout=(CONNECT_TIMEOUT_S, READ_TIMEOUT_S),
+                timeout=(CONNECT_TIMEOUT_S, timeout_s),
                 allow_redirects=False,
             ) as response:
-                body = b"".join(_bounded(response))
+                body = b"".join(_bounded(response, deadline, timeout_s))
                 status = response.status_code
         except requests.exceptions.SSLError as error:
             raise RequestError(f"{self.url}: {error}; give --ca-cert") from error
-        except (requests.RequestException, OSError) as error:
+        except (requests.RequestException, HTTPError, OSError) as error:
+            self._num_timeouts += time.monotonic() > deadline
             raise RequestError(f"nothing answers at {self.url}{path}: {_innermost(error)}", status=503) from error
         if status != requests.codes.ok:
             raise RequestError(f"{self.url}{path} answers {status}: {_message_of(body)}", status=status)
@@ -98,22 +106,22 @@ class FleetClient:
         """Return a JSON object. Raises RequestError, also for another body."""
         try:
             found = json.loads(self.get_bytes(path, admin=admin))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RequestError(f"{self.url}{path} is not JSON: {error}") from error
         if not isinstance(found, dict):
             raise RequestError(f"{self.url}{path} is a {type(found).__name__}, expected an object")
         return found
 
 
-def _bounded(response: requests.Response) -> Any:
-    """Yield a body in pieces. Raises OSError beyond `MAX_BYTES`, and when the body takes longer than the timeout."""
-    num_bytes, deadline = 0, time.monotonic() + READ_TIMEOUT_S
-    for piece in response.iter_content(1 << 16):
+def _bounded(response: requests.Response, deadline: float, timeout_s: float) -> Iterator[bytes]:
+    """Yield a body in pieces, as they arrive. Raises OSError beyond `MAX_BYTES` and after `deadline`."""
+    num_bytes = 0
+    while piece := response.raw.read1(1 << 16, decode_content=False):
         num_bytes += len(piece)
         if num_bytes > MAX_BYTES:
             raise OSError(f"the answer has more than {MAX_BYTES >> 20} MiB")
         if time.monotonic() > deadline:
-            raise OSError(f"the answer takes longer than {READ_TIMEOUT_S:g} s")
+            raise OSError(f"the answer takes longer than {timeout_s:g} s")
         yield piece
 
 
@@ -127,7 +135,7 @@ def _message_of(body: bytes) -> str:
     try:
         error = json.loads(body)["error"]
         return printable(str(error["message"] if isinstance(error, dict) else error))
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return printable(body[:200].decode(errors="replace").strip()) or "no text"
 
 
@@ -185,6 +193,15 @@ class Fleet:
     def of(self, role: str) -> list[FleetServer]:
         """Return the servers of a role."""
         return [server for server in self.servers if server.role == role]
+
+
+SHAPE_ERRORS = (AttributeError, LookupError, TypeError, ValueError)
+"""What code raises that reads an answer of another form than expected, such as that of another version."""
+
+
+def other_form(what: str, error: Exception) -> str:
+    """Return the message about an answer `what` that the code could not read."""
+    return f"{what} has another form than this command expects: {type(error).__name__}: {error}"
 
 
 def read_fleet(client: FleetClient) -> Fleet:

@@ -21,7 +21,7 @@ COMMANDS = {
     "serve": ("MODEL [flags]", "one server: both halves of a request, or one with --disaggregation-mode"),
     "router": ("[flags]", "the router before servers that run already"),
     "chat": ("[flags] [MESSAGE]", "talk to a running service in the terminal"),
-    "bench": ("[flags]", "load on any OpenAI endpoint: latencies, throughput, goodput, comparison of two services"),
+    "bench": ("[flags]", "load on any OpenAI endpoint: latencies, throughput, goodput, comparison of services"),
     "top": ("[URL]", "servers, queues, KV memory and rates of a deployment, live in the terminal"),
     "doctor": ("[URL] [--json]", "what is wrong with a deployment, where, and how to correct it"),
     "support-bundle": ("[URL] -o FILE", "a .tar.gz with state and metrics of a deployment, without keys, for reports"),

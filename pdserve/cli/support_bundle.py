@@ -133,10 +133,14 @@ def _kept_lines(client: FleetClient, redactor: Redactor, errors: dict[str, str])
         where = "".join(part if part.isalnum() or part in ".-" else "-" for part in url.partition("://")[2])
         processes = answer.get("processes") if isinstance(answer, dict) else None
         if not isinstance(processes, list):
-            errors[f"logs/{where}"] = redactor.text(str(answer.get("error") if isinstance(answer, dict) else answer))
+            reason = answer.get("error") if isinstance(answer, dict) else None
+            errors[f"logs/{where}"] = redactor.text(str(reason or "/logs has no list of processes"))
             continue
         for number, process in enumerate(processes):
-            lines, name = process.get("lines") or [], str(process.get("name"))
+            if not isinstance(process, dict) or not isinstance(process.get("lines"), list):
+                errors[f"logs/{where}{number}"] = "no list of lines"
+                continue
+            lines, name = process["lines"], str(process.get("name"))
             stem = "-".join(
                 filter(None, [where, str(number), *"".join(c if c.isalnum() else " " for c in name).split()])
             )
@@ -152,7 +156,7 @@ def write(output: Path, files: Mapping[str, str]) -> None:
     try:
         with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
             for name, text in files.items():
-                content = text.encode()
+                content = text.encode(errors="backslashreplace")
                 member = tarfile.TarInfo(f"{folder}/{name}")
                 member.size, member.mtime, member.mode = len(content), int(time.time()), 0o600
                 archive.addfile(member, io.BytesIO(content))

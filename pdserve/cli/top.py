@@ -16,14 +16,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
-from rich.console import Console, Group
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
+from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
-from pdserve.cli.fleet import ROLES, FleetClient, Json, add_connection_flags, client_of
+from pdserve.cli.fleet import ROLES, SHAPE_ERRORS, FleetClient, Json, add_connection_flags, client_of, other_form
 from pdserve.cli.help_pages import CommandParser
 from pdserve.errors import ConfigError, RequestError
 
@@ -66,6 +67,11 @@ class Column:
     write: Callable[[Any], str] = str
     right: bool = True
 
+    def cell(self, row: ServerRow) -> str:
+        """Write the value of a row; `-` for one that is not known."""
+        value = getattr(row, self.field)
+        return "-" if value is None else self.write(value)
+
 
 def share(value: float) -> str:
     """Write a share of 1 in percent."""
@@ -103,6 +109,13 @@ COLUMNS = (
     Column("up", "uptime_s", duration),
     Column("trouble", "trouble", right=False),
 )
+DROPPED = (
+    "accept_length", "gb_per_s", "in_flight", "kv_cached", "uptime_s", "hit_rate", "tokens_per_s", "waiting",
+)  # fmt: skip
+"""Fields whose columns a narrow terminal does not have, the first one first."""
+FOLDED = {"url": 24, "trouble": 14}
+"""Fields whose texts are folded, and the characters that they have at least."""
+GAP = 2
 SORT_NAMES = tuple(column.heading.replace(" ", "-") for column in COLUMNS)
 
 
@@ -184,34 +197,90 @@ class TopView:
             return known[::-1] if self.reverse else known
         return sorted(known, key=lambda row: getattr(row, field), reverse=self.reverse) + unknown
 
-    def render(self, url: str, observed: Json, problem: str = "", *, keys: bool = False) -> Group:
-        """Return the view of a snapshot. `problem`: why no newer snapshot could be read."""
-        rows = self.sorted_rows(rows_of(url, observed))
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for index, column in enumerate(COLUMNS):
-            mark = ("▼" if self.reverse else "▲") if index == self.sort else ""
-            fold = "fold" if column.field in ("url", "trouble") else "ellipsis"
-            table.add_column(
-                column.heading + mark, justify="right" if column.right else "left", no_wrap=fold != "fold",
-                overflow="fold" if fold == "fold" else "ellipsis",
-            )  # fmt: skip
-        for row in rows:
-            cells = [
-                Text("-" if (value := getattr(row, column.field)) is None else column.write(value))
-                for column in COLUMNS
-            ]
-            cells[2].stylize(STATE_STYLES.get(row.state, "bold red"))
-            table.add_row(*cells)
-        parts: list[Any] = [Text(headline(url, observed, rows), style="bold"), table]
-        if not rows:
-            parts.append(Text("no servers", style="bold red"))
-        if self.edges and (lines := list(edge_lines(observed))):
-            parts += [Text("KV transfers", style="bold"), *map(Text, lines)]
-        if problem:
-            parts.append(Text(problem, style="bold red"))
-        if keys:
-            parts.append(Text(KEYS, style="dim"))
-        return Group(*parts)
+    def render(self, url: str, observed: Json, problem: str = "", *, keys: bool = False) -> ObservedView:
+        """Return the view of a snapshot. `problem`: why no newer snapshot could be read.
+
+        Raises:
+            RequestError: the snapshot has another form than that of pdserve's `/observe`.
+        """
+        try:
+            rows = self.sorted_rows(rows_of(url, observed))
+            return ObservedView(
+                view=dataclasses.replace(self),
+                headline=headline(url, observed, rows),
+                states=[row.state for row in rows],
+                rows=[{column: column.cell(row) for column in COLUMNS} for row in rows],
+                edges=list(edge_lines(observed)) if self.edges else [],
+                problem=problem,
+                keys=keys,
+            )
+        except SHAPE_ERRORS as error:
+            raise RequestError(other_form(f"{url}/observe", error)) from error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ObservedView:
+    """A snapshot as rich prints it: the columns that fit, and with `keys` the lines that fit."""
+
+    view: TopView
+    headline: str
+    states: list[str]
+    rows: list[dict[Column, str]]
+    edges: list[str]
+    problem: str
+    keys: bool
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(self.headline, style="bold")
+        body: list[Table | Text] = [self._table(fit(self.rows, options.max_width))]
+        if not self.rows:
+            body.append(Text("no servers", style="bold red"))
+        if self.edges:
+            body.append(Text("KV transfers", style="bold"))
+            body += [Text(line, no_wrap=True, overflow="ellipsis") for line in self.edges]
+        end = [Text(self.problem, style="bold red")] if self.problem else []
+        if not self.keys:
+            yield Group(*body, *end)
+            return
+        end.append(Text(KEYS, style="dim", no_wrap=True, overflow="ellipsis"))
+        free = console.height - len(end) - 2  # the first line may be two
+        lines = console.render_lines(Group(*body), options, pad=False)
+        if len(lines) > free:
+            lines = [*lines[: free - 1], [Segment("... more: choose the order with s and r, or use a higher terminal")]]
+        yield Segments([segment for line in lines for segment in (*line, Segment.line())])
+        yield from end
+
+    def _table(self, fitted: Sequence[tuple[Column, int]]) -> Table:
+        table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, GAP, 0, 0))
+        for column, width in fitted:
+            mark = ("▼" if self.view.reverse else "▲") if column == COLUMNS[self.view.sort] else ""
+            justify: Literal["left", "right"] = "right" if column.right else "left"
+            table.add_column(column.heading + mark, justify=justify, width=width, overflow="fold")
+        for state, row in zip(self.states, self.rows, strict=True):
+            style = STATE_STYLES.get(state, "bold red")
+            table.add_row(*(Text(row[each], style=style if each.field == "state" else "") for each, _ in fitted))
+        return table
+
+
+def fit(rows: Sequence[dict[Column, str]], width: int) -> list[tuple[Column, int]]:
+    """Return the columns that fit into `width` characters, and the width of each.
+
+    Columns of `DROPPED` are left out, one after the other, until address and trouble have room: long ones are folded.
+    """
+    longest = {column: max([len(column.heading) + 1, *(len(row[column]) for row in rows)]) for column in COLUMNS}
+    least = {column: min(longest[column], FOLDED.get(column.field, longest[column])) for column in COLUMNS}
+    kept = list(COLUMNS)
+    for field in DROPPED:
+        if sum(least[column] + GAP for column in kept) - GAP <= width:
+            break
+        kept = [column for column in kept if column.field != field]
+    spare = max(0, width - sum(least[column] + GAP for column in kept) + GAP)
+    fitted = []
+    for column in kept:
+        more = min(spare, longest[column] - least[column])
+        spare -= more
+        fitted.append((column, least[column] + more))
+    return fitted
 
 
 def headline(url: str, observed: Json, rows: Sequence[ServerRow]) -> str:

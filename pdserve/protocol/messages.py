@@ -331,6 +331,14 @@ class TokenLogprob(msgspec.Struct, frozen=True):
     picked: list[float] = msgspec.field(default_factory=list)
 
 
+REFUSED_FIELDS = {
+    "room_in_use": "bootstrap_room",
+    "lora_mismatch": "lora_path",
+    "not_migratable": "disaggregation_mode",
+}
+"""Fields of the errors with which a scheduler refuses a request, by code."""
+
+
 class FinishReason(msgspec.Struct, frozen=True, kw_only=True):
     """The reason for which a request ended; one per request.
 
@@ -360,15 +368,17 @@ class FinishReason(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def failure(self) -> Failure | None:
-        """The failure that ended the request; None for other reasons than `abort`. The field of a 409 is derived."""
+        """The failure that ended the request; None for other reasons than `abort`. Its field follows from the code."""
         if self.type != "abort":
             return None
-        live_room = self.status_code == 409 and self.err_type != "rid_in_use"
+        field = REFUSED_FIELDS.get(self.err_type or "", msgspec.UNSET)
+        if self.err_type == "snapshot_differs" and self.message:  # its message begins with the field
+            field = self.message.split(maxsplit=1)[0].rstrip(":")
         return Failure(
             code=self.err_type or "aborted",
             message=self.message or "aborted",
             status=self.status_code or ABORTED_STATUS,
-            field="bootstrap_room" if live_room else msgspec.UNSET,
+            field=field,
             retry_after_s=msgspec.UNSET if self.retry_after_s is None else self.retry_after_s,
         )
 

@@ -116,7 +116,8 @@ class RequestExtractor:
         wanted = [group.bytes_of(count) for group, count in zip(layout.groups, self.num_pages(num_tokens), strict=True)]
         if [len(own) for own in data] != wanted or num_tokens >= req.seq_len or not self._context.limits.imports_kv:
             raise RequestError(
-                f"the KV of {num_tokens} tokens has {[len(own) for own in data]} bytes by group; here it has {wanted}",
+                f"snapshot.kv: the KV of {num_tokens} tokens has {[len(own) for own in data]} bytes by group; here it "
+                f"has {wanted}",
                 field="snapshot.kv",
                 status=409,
                 code="snapshot_differs",

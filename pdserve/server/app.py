@@ -316,7 +316,7 @@ def create_app(
     app.add_exception_handler(ClientGoneError, _on_client_gone)
     app.add_exception_handler(ClientDisconnect, _on_client_gone)  # disconnect while the body is read
     _add_routes(app, context, drain_gate, changer, SnapshotEndpoints(context, store), single)
-    migrations = Migrations(context, peers)
+    migrations = Migrations(context, peers, drain_gate)
     app.add_api_route("/migrate", migrations.migrate, methods=["POST"], name="post_migrate", response_model=None)
     app.add_api_route("/replicate", migrations.replicate, methods=["POST"], name="replicate", response_model=None)
     app.add_api_route("/migrate_in", migrations.migrate_in, methods=["POST"], name="migrate_in", response_model=None)

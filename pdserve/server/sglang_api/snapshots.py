@@ -282,6 +282,9 @@ class SnapshotEndpoints:
         state = client.find_one(rid)
         if state is None:
             raise RequestError(f"no request {rid!r} is live", field="rid", status=404, code="not_live")
+        if state.request.rid in client.moved:
+            message = f"request {rid!r} has moved to another server, whose output this one passes on"
+            raise RequestError(message, field="rid", status=409, code="migrated")
         return state
 
     def _check_role(self) -> None:

@@ -129,7 +129,7 @@ def stream(start_s: float, arrivals_s: list[float], *, cut: bool = False) -> Ben
 
 def test_what_came_before_the_warm_up_ended_does_not_count() -> None:
     records = [
-        stream(0.0, [1.0, 2.5, 3.0, 3.5], cut=True),  # three of its events, and two of its gaps
+        stream(0.0, [1.0, 2.5, 3.0, 3.5], cut=True),  # three of its events, and its gaps
         stream(0.0, [0.5, 1.5]),  # ended before
         stream(1.0, [0.5, 1.5]),  # ended in time; begun before
         stream(2.5, [0.25, 0.5]),  # all of it
@@ -139,7 +139,7 @@ def test_what_came_before_the_warm_up_ended_does_not_count() -> None:
     assert (found["total_output_tokens"], found["output_throughput"]) == (3 + 0 + 1 + 2, 3.0)
     assert found["total_input_tokens"] == 10 and found["request_throughput"] == 1.0
     assert found["mean_ttft_ms"] == 250 and found["mean_tpot_ms"] == 250 and found["mean_e2el_ms"] == 500
-    assert found["mean_itl_ms"] == pytest.approx((500 + 500 + 250) / 3), "gaps that began later"
+    assert found["mean_itl_ms"] == pytest.approx((1500 + 500 + 500 + 1000 + 250) / 5), "gaps that end later"
     assert sum(found["timeline"]["output_tokens"]) == 10, "the course is that of the whole run"
     beside = summarize_background(records, 4.0, 2.0)
     assert beside["background_median_ttft_ms"] == 250 and beside["background_unfinished"] == 1

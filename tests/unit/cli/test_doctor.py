@@ -191,3 +191,22 @@ def test_a_wrong_key_is_told_and_the_right_one_suffices(
     assert told["findings"][0]["check"] == "key"
     assert "--api-key" in told["findings"][0]["fix"]
     assert diagnosed(service, capsys, "--api-key", "right")[0] == 0
+
+
+@pytest.mark.parametrize("path", ["/workers", "/observe", "/get_server_info"])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"workers": [5, None, {"url": "u"}], "router": [1], "pairs": [1], "edges": "x"},
+        {"workers": [{"url": "http://u:1", "observed": [1]}], "router": {"serving": 1}, "prefill": [{"url": []}]},
+        {"facts": {"kv": 1}, "internal_states": [{"memory": [1], "facts": [2], "peers": [3]}], "host_facts": "x"},
+        {"replica_health": 5, "host_facts": {"rdma_devices": 5, "time_s": "x"}, "disaggregation_mode": "prefill"},
+    ],
+)
+def test_an_answer_of_another_form_is_a_finding(
+    service: FleetService, path: str, answer: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.alone = path == "/get_server_info"
+    service.texts[path] = json.dumps(answer)
+    status, report = diagnosed(service, capsys)
+    assert status == 1 or report["healthy"]

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import json
 import os
 import pty
+import struct
 import subprocess
 import sys
+import termios
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from rich.console import Console
 
+from pdserve.cli import fleet
+from pdserve.cli.fleet import FleetClient
 from pdserve.cli.top import COLUMNS, TopView, main, rows_of
+from pdserve.errors import RequestError
 from tests.fleet_service import FleetService
 
 
@@ -83,25 +93,100 @@ def test_keys_sort_reverse_hide_and_quit(service: FleetService) -> None:
     assert not view.press("q")
 
 
-def test_it_ends_at_q_in_a_terminal(service: FleetService) -> None:
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 50)])
+def test_a_screen_has_the_columns_and_lines_that_fit(service: FleetService, width: int, height: int) -> None:
+    for number in range(3, 70):
+        url = f"http://10.0.0.{number}:30000"
+        service.workers.append(service._worker("decode", url))
+        service.observed[url] = service.observed[service.decode]
+    service.workers[9]["last_error"], service.workers[9]["is_healthy"] = "cannot connect: " + "refused " * 9, False
+    console = Console(width=width, height=height, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(TopView().render(service.url, service._objects()["/observe"], "not current: x", keys=True))
+    lines = console.export_text().splitlines()
+    assert len(lines) <= height and max(map(len, lines)) <= width
+    assert lines[-1].startswith("s/S sort") and lines[-2] == "not current: x" and lines[-3].startswith("... more")
+    dead = next(line for line in lines if "10.0.0.10:" in line)
+    assert dead.split()[:3] == ["decode", "http://10.0.0.10:30000", "dead"] and "cannot" in dead
+    heading = next(line for line in lines if line.startswith("role")).split()
+    assert {"role▲", "server", "state", "run", "wait", "trouble"} <= set(heading)
+    assert ("accept" in heading) is (width == 200)
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 50)])
+def test_it_ends_at_q_in_a_terminal(service: FleetService, width: int, height: int) -> None:
     keyboard, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
     command = [sys.executable, "-m", "pdserve", "top", service.url, "--interval", "0.2"]
-    with subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, close_fds=True) as process:
-        os.close(terminal)
-        seen = b""
-        while b"q quit" not in seen:
-            seen += os.read(keyboard, 65536)
-        os.write(keyboard, b"srq")
-        while True:
-            try:
-                if not os.read(keyboard, 65536):
-                    break
-            except OSError:  # the terminal is closed
-                break
-        assert process.wait(30) == 0
+    env = os.environ | {"TERM": "xterm-256color"}  # given, since readline has set COLUMNS behind Python's back
+    with subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=env) as process:
+        try:
+            os.close(terminal)
+            seen = b""
+            while b"q quit" not in seen:
+                seen += os.read(keyboard, 65536)
+            assert service.prefill.encode() in seen.partition(b"role")[2]
+            assert (b"accept" in seen) is (width == 200)
+            os.write(keyboard, b"srq")
+            with contextlib.suppress(OSError):  # the terminal is closed
+                while os.read(keyboard, 65536):
+                    pass
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
     os.close(keyboard)
 
 
 def test_a_service_that_does_not_answer_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["http://127.0.0.1:1", "--once"]) == 1
     assert capsys.readouterr().err.startswith("pdserve top: nothing answers at http://127.0.0.1:1/observe")
+
+
+@pytest.mark.parametrize("value", [5, "x", [1], {"a": None}, [[]], [{"state": 5}], [{"observed": [1]}]])
+@pytest.mark.parametrize("name", ["router", "workers", "pairs", "edges", "replicas", "server", "rates"])
+def test_an_answer_of_another_form_is_one_line(
+    service: FleetService, name: str, value: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.texts["/observe"] = json.dumps({name: value})
+    status = main([service.url, "--once"])
+    err = capsys.readouterr().err
+    assert (status, err) == (0, "") or (status == 1 and err.count("\n") == 1 and "/observe has another form" in err)
+
+
+def test_an_answer_that_is_nested_too_deeply_is_no_json(
+    service: FleetService, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.texts["/observe"] = "[" * 100_000
+    assert main([service.url, "--once"]) == 1
+    assert "/observe is not JSON" in capsys.readouterr().err
+
+
+def test_an_answer_that_comes_byte_by_byte_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "READ_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(fleet, "SHORT_TIMEOUT_S", 0.1)
+    stop = threading.Event()
+
+    class Slow(BaseHTTPRequestHandler):
+        def log_message(self, *args: object) -> None:
+            """Write nothing."""
+
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "100000")
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                while not stop.wait(0.02):
+                    self.wfile.write(b" ")
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server, FleetClient(url_of(server)) as client:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
+        try:
+            for told in ("0.2 s", "0.2 s", "0.1 s"):
+                with pytest.raises(RequestError, match=f"takes longer than {told}"):
+                    client.get_json("/observe")
+        finally:
+            stop.set()
+            server.shutdown()
+
+
+def url_of(server: ThreadingHTTPServer) -> str:
+    return f"http://127.0.0.1:{server.server_address[1]}"

@@ -56,6 +56,8 @@ def test_values_outside_the_declared_range_are_refused(
         RequestError("no pages", status=503, code="queue_full", retry_after_s=7),
         RequestError("room 7 is live", status=409, code="room_in_use", field="bootstrap_room"),
         RequestError("rid 'a' is in use", status=409, code="rid_in_use"),
+        RequestError("other weights", status=409, code="lora_mismatch", field="lora_path"),
+        RequestError("snapshot.kv: has 3 bytes", status=409, code="snapshot_differs", field="snapshot.kv"),
         RequestError("too complex", code="grammar_failed"),
     ],
 )
