@@ -8,7 +8,7 @@ commands of `pdserve bench` measure it:
 
 - throughput: N requests at once for each of `--streams`; tokens/s of all of them, prompts included;
 - interference: `STREAMS` streams, alone and beside a client that sends one long prompt after the other. The first
-  seconds of a run do not count.
+  seconds of a run do not count, and its end cuts the streams.
 
 `pdserve bench compare` then draws `docs/images/<chart>.svg` and joins the results in `benchmarks/results`, beside a
 report with their tables and all commands. `--root` is the folder that has `docs` and `benchmarks`. The cores must be
@@ -59,11 +59,11 @@ class ReadmeChart:
     metrics: tuple[str, ...]
 
 
-CHARTS = (
+CHARTS = (  # in the order of the runs: the first has a warm-up, which the second does without
+    ReadmeChart("throughput", "Output tokens/s by number of streams", ("output_throughput",)),
     ReadmeChart(
         "interference", f"{STREAMS} streams, alone and while long prompts arrive", ("p99_itl_ms", "output_throughput")
     ),
-    ReadmeChart("throughput", "Output tokens/s by number of streams", ("output_throughput",)),
 )
 
 
@@ -75,7 +75,7 @@ def bench_words(chart: str, args: argparse.Namespace) -> list[str]:
         words += ["--random-input-len", str(args.input_len), "--random-output-len", str(args.output_len)]
         return [*words, "--prompts-per-concurrency", "1", "--max-concurrency", *map(str, args.streams)]
     words += ["--random-input-len", str(STREAM_PROMPT_LEN), "--random-output-len", "1024"]
-    words += ["--num-prompts", str(STREAMS), "--max-concurrency", str(STREAMS)]
+    words += ["--num-prompts", str(STREAMS), "--max-concurrency", str(STREAMS), "--num-warmups", "0"]
     words += ["--duration", f"{WARMUP_S + args.seconds:g}", "--warmup-duration", f"{WARMUP_S:g}"]
     words += ["--background-concurrency", "0", "1", "--background-input-len", str(LONG_PROMPT_LEN)]
     return [*words, "--background-output-len", str(LONG_OUTPUT_LEN)]

@@ -11,11 +11,9 @@ import contextlib
 import dataclasses
 import json
 import logging
-import re
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
-import msgspec
 import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -28,6 +26,7 @@ from pdserve.errors import PdserveError, RequestError
 from pdserve.http.access import CONTINUING, GENERATING, TOO_MANY_VALUES, BodyBudget, has_too_many_values
 from pdserve.http.error_forms import ANTHROPIC_PATHS, error_event
 from pdserve.http.errors import HttpRefusal, error_object
+from pdserve.http.errors import convert as convert
 from pdserve.server.generation import Generation, GenerationUpdate
 
 
@@ -78,10 +77,6 @@ BODIES = "pdserve.bodies"
 """Key in a request's ASGI scope of the application's `BodyBudget`; set by `AccessMiddleware`."""
 EXPLAINED_BYTES = 1 << 20
 """Larger bodies are not parsed again to accept `NaN`: Python's own parser takes many times as long."""
-
-_PATH = re.compile(r" - at `(?:key in )?\$\.?(.*)`$")
-_UNKNOWN = re.compile(r"unknown field `(.*?)`")
-_MISSING = re.compile(r"missing required field `([^`]*)`$")
 
 
 def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -156,25 +151,6 @@ def _parse(data: bytes) -> Any:
     except (ValueError, RecursionError, TypeError) as error:
         raise malformed from error
     return value
-
-
-def convert(value: Any, kind: type[T], *, prefix: str = "", text_keys: bool = False) -> T:
-    """Convert `value` to the msgspec struct `kind`. `text_keys`: numbers that are keys come as text, as in all JSON.
-
-    Raises:
-        RequestError: 400 naming the field (as a path, e.g. `sampling_params.top_k`) that is unknown or of a wrong
-            type. A field that a whole body lacks is named too; where an inner object lacks one, the object is named.
-    """
-    try:
-        return msgspec.convert(value, kind, str_keys=text_keys)
-    except msgspec.ValidationError as error:
-        text = str(error)
-        path = _PATH.search(text)
-        inner = path.group(1) if path is not None else ""
-        named = _UNKNOWN.search(text) or (None if prefix else _MISSING.search(text))
-        names = (prefix, inner, named.group(1) if named is not None else "")
-        field = ".".join(name for name in names if name)
-        raise RequestError(f"{field}: {_PATH.sub('', text)}", field=field or None) from error
 
 
 def refuse_unsupported(body: dict[str, Any], names: Iterable[str], *, prefix: str = "") -> dict[str, Any]:

@@ -59,7 +59,7 @@ def test_the_script_measures_each_service_and_writes_charts_results_and_commands
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert readme_charts.main(["--root", str(tmp_path), "--rounds", "2"]) == 0
     assert [args.label for args in loads[::2]] == list(readme_charts.SERVICES.values()) and len(loads) == 8
-    interference, throughput = loads[:2]
+    throughput, interference = loads[:2]
     assert [str(point) for point in flags.points_of(interference)] == [
         "all at once, 8 in flight, 0 in the background",
         "all at once, 8 in flight, 1 in the background",
