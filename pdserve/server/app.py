@@ -51,6 +51,7 @@ from pdserve.http.response_store import (
     ResponseStore,
 )
 from pdserve.http.session_proof import CHALLENGE_PATH
+from pdserve.http.session_store import CloseSessionBody, OpenSessionBody, OpenSessions
 from pdserve.observe.history import PATH as HISTORY_PATH
 from pdserve.observe.interval_stats import log_server_stats
 from pdserve.observe.metrics import ServerMetrics
@@ -93,9 +94,7 @@ from pdserve.server.request.schemas import (
     ExtractBody,
     FunctionCallBody,
     GenerateBody,
-    LeaveGroupBody,
     LoadLoraBody,
-    MemoryTagsBody,
     MigrateBody,
     PairProbeBody,
     PauseBody,
@@ -108,6 +107,10 @@ from pdserve.server.request.schemas import (
     SuspendBody,
     TokenizeBody,
     UnloadLoraBody,
+)
+from pdserve.server.request.weights_bodies import (
+    LeaveGroupBody,
+    MemoryTagsBody,
     WeightNameBody,
     WeightsFromDiskBody,
     WeightsFromDistributedBody,
@@ -115,7 +118,6 @@ from pdserve.server.request.schemas import (
     WeightsGroupBody,
     WeightVersionBody,
 )
-from pdserve.server.session_store import CloseSessionBody, OpenSessionBody, OpenSessions
 from pdserve.server.sglang_api import (
     admin,
     commands,
