@@ -94,9 +94,7 @@ from pdserve.server.request.schemas import (
     ExtractBody,
     FunctionCallBody,
     GenerateBody,
-    LeaveGroupBody,
     LoadLoraBody,
-    MemoryTagsBody,
     MigrateBody,
     PairProbeBody,
     PauseBody,
@@ -109,6 +107,10 @@ from pdserve.server.request.schemas import (
     SuspendBody,
     TokenizeBody,
     UnloadLoraBody,
+)
+from pdserve.server.request.weights_bodies import (
+    LeaveGroupBody,
+    MemoryTagsBody,
     WeightNameBody,
     WeightsFromDiskBody,
     WeightsFromDistributedBody,

@@ -57,14 +57,19 @@ def test_the_script_measures_each_service_and_writes_charts_results_and_commands
     monkeypatch.setattr(readme_charts, "pdserve_bench", pdserve_bench)
     monkeypatch.setattr(readme_charts, "wait_for_quiet", lambda _: False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert readme_charts.main(["--root", str(tmp_path), "--rounds", "2"]) == 0
+    kept = ["--keep", str(tmp_path / "kept")]
+    first = ["--systems", "pdserve 1P1D", "--root", str(tmp_path / "first")]
+    assert readme_charts.main([*first, "--rounds", "2", *kept]) == 0
+    assert len(loads) == 2
+    assert readme_charts.main(["--root", str(tmp_path / "all"), "--rounds", "2", *kept]) == 0, "measures three more"
+    tmp_path /= "all"
     assert [args.label for args in loads[::2]] == list(readme_charts.SERVICES.values()) and len(loads) == 8
     throughput, interference = loads[:2]
     assert [str(point) for point in flags.points_of(interference)] == [
         "all at once, 8 in flight, 0 in the background",
         "all at once, 8 in flight, 1 in the background",
     ]
-    assert (interference.duration, interference.warmup_duration, interference.num_rounds) == (11.0, 3.0, 2)
+    assert (interference.duration, interference.warmup_duration, interference.num_rounds) == (10.0, 3.0, 2)
     sizes = [flags.dataset_of(throughput, point).num_prompts for point in flags.points_of(throughput)]
     assert sizes == throughput.max_concurrency == [1, 4, 16, 64], "all streams at once"
     written = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.*"))
