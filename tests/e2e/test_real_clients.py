@@ -164,7 +164,8 @@ def test_a_session_of_a_coding_tool_over_anthropics_api(pair: Pair) -> None:
     }
     first: Any = {"role": "user", "content": [{"type": "text", "text": "Read the pages.", **mark}]}
     with anthropic.Anthropic(base_url=pair.url, api_key="none", max_retries=0) as client:
-        counted = client.beta.messages.count_tokens(**shape, messages=[first]).input_tokens
+        prompt = {name: value for name, value in shape.items() if name != "metadata"}
+        counted = client.beta.messages.count_tokens(**prompt, messages=[first]).input_tokens
         with client.beta.messages.stream(**shape, messages=[first], max_tokens=16) as stream:
             said = stream.get_final_message()
         used = said.usage
