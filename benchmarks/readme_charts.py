@@ -1,18 +1,18 @@
 """Makes the README's charts with `pdserve bench`: a pair, one server, vLLM's CPU build and llama.cpp's server in turn.
 
     scripts/setup_peers.sh vllm llama                 # once
-    python -m benchmarks.readme_charts [--rounds 3] [--root FOLDER]
+    python -m benchmarks.readme_charts [--rounds 3] [--root FOLDER] [--keep FOLDER]
 
 Each service has the same cores, bf16 and its default settings but for the size of the KV pool, and runs alone. Two
 commands of `pdserve bench` measure it:
 
 - throughput: N requests at once for each of `--streams`; tokens/s of all of them, prompts included;
 - interference: `STREAMS` streams, alone and beside a client that sends one long prompt after the other. The first
-  seconds of a run do not count.
+  seconds of a run do not count, and its end cuts the streams.
 
 `pdserve bench compare` then draws `docs/images/<chart>.svg` and joins the results in `benchmarks/results`, beside a
 report with their tables and all commands. `--root` is the folder that has `docs` and `benchmarks`. The cores must be
-quiet.
+quiet. With `--keep` the results of single services stay in a folder, and a service that has them is not measured again.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import json
 import os
 import shlex
 import subprocess
@@ -28,6 +29,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -59,11 +61,11 @@ class ReadmeChart:
     metrics: tuple[str, ...]
 
 
-CHARTS = (
+CHARTS = (  # in the order of the runs: the first has a warm-up, which the second does without
+    ReadmeChart("throughput", "Output tokens/s by number of streams", ("output_throughput",)),
     ReadmeChart(
         "interference", f"{STREAMS} streams, alone and while long prompts arrive", ("p99_itl_ms", "output_throughput")
     ),
-    ReadmeChart("throughput", "Output tokens/s by number of streams", ("output_throughput",)),
 )
 
 
@@ -75,7 +77,7 @@ def bench_words(chart: str, args: argparse.Namespace) -> list[str]:
         words += ["--random-input-len", str(args.input_len), "--random-output-len", str(args.output_len)]
         return [*words, "--prompts-per-concurrency", "1", "--max-concurrency", *map(str, args.streams)]
     words += ["--random-input-len", str(STREAM_PROMPT_LEN), "--random-output-len", "1024"]
-    words += ["--num-prompts", str(STREAMS), "--max-concurrency", str(STREAMS)]
+    words += ["--num-prompts", str(STREAMS), "--max-concurrency", str(STREAMS), "--num-warmups", "0"]
     words += ["--duration", f"{WARMUP_S + args.seconds:g}", "--warmup-duration", f"{WARMUP_S:g}"]
     words += ["--background-concurrency", "0", "1", "--background-input-len", str(LONG_PROMPT_LEN)]
     return [*words, "--background-output-len", str(LONG_OUTPUT_LEN)]
@@ -100,9 +102,28 @@ def pdserve_bench(words: Sequence[str]) -> str:
     return done.stdout
 
 
-def measure(name: str, args: argparse.Namespace, folder: Path) -> int:
-    """Start a service, measure it and end it; return how many runs began while other processes computed."""
-    num_loud = 0
+@dataclasses.dataclass(frozen=True)
+class ServiceRun:
+    """How a service was measured: seconds, load before it, and how many commands began while others computed."""
+
+    seconds: float
+    load_1m: float
+    num_loud: int
+
+
+def measured(name: str, args: argparse.Namespace, folder: Path) -> ServiceRun:
+    """Measure a service, unless `folder` has its results."""
+    kept = file_of(folder, "run", name)
+    if kept.exists():
+        return ServiceRun(**json.loads(kept.read_text()))
+    found = measure(name, args, folder)
+    kept.write_text(json.dumps(dataclasses.asdict(found)))
+    return found
+
+
+def measure(name: str, args: argparse.Namespace, folder: Path) -> ServiceRun:
+    """Start a service, measure it and end it; its results are then in `folder`."""
+    num_loud, load_1m = 0, report.machine()["load_1m"]
     began = time.perf_counter()
     with contextlib.ExitStack() as stack:
         system = KINDS[name].start(stack, args.threads, SMOLLM2)
@@ -112,8 +133,9 @@ def measure(name: str, args: argparse.Namespace, folder: Path) -> int:
             words = ["--base-url", getattr(system, "url"), "--label", SERVICES[name]]  # noqa: B009
             words += ["--output-json", str(file_of(folder, chart.name, name))]
             print(pdserve_bench([*words, *bench_words(chart.name, args)]), flush=True)
-    print(f"{name} took {time.perf_counter() - began:.0f} s", flush=True)
-    return num_loud
+    found = ServiceRun(time.perf_counter() - began, load_1m, num_loud)
+    print(f"{name} took {found.seconds:.0f} s", flush=True)
+    return found
 
 
 def file_of(folder: Path, chart: str, name: str) -> Path:
@@ -121,7 +143,7 @@ def file_of(folder: Path, chart: str, name: str) -> Path:
     return folder / f"{chart}-{name.replace(' ', '-')}.json"
 
 
-def document(args: argparse.Namespace, facts: dict[str, object], tables: dict[str, str], num_loud: int) -> str:
+def document(args: argparse.Namespace, facts: dict[str, Any], tables: dict[str, str], num_loud: int) -> str:
     """Return the report in Markdown."""
     sections = [
         f"## {chart.title}\n\n```\npdserve bench {shlex.join(bench_words(chart.name, args))}\n```\n\n"
@@ -153,6 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--seconds", type=float, default=8.0, help="of a run with streams that count")
     add("--threads", type=int, default=2)
     add("--seed", type=int, default=0)
+    add("--keep", type=Path, metavar="FOLDER", help="keep the results of single services here, and use them again")
     add("--root", type=Path, default=report.ROOT, help="where docs/images and benchmarks/results are")
     args = parser.parse_args(argv)
     if missing := [name for name in args.systems if not KINDS[name].can_serve()]:
@@ -160,13 +183,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench = report.Run("readme", argv, module="readme_charts")
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     tables = {}
-    with tempfile.TemporaryDirectory(prefix="readme-charts-") as folder:
-        num_loud = sum(measure(name, args, Path(folder)) for name in args.systems)
+    with contextlib.ExitStack() as stack:
+        folder = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="readme-charts-")))
+        folder.mkdir(parents=True, exist_ok=True)
+        runs = [measured(name, args, folder) for name in args.systems]
         for chart in CHARTS:
-            files = [file_of(Path(folder), chart.name, name) for name in args.systems]
+            files = [file_of(folder, chart.name, name) for name in args.systems]
             tables[chart.name] = pdserve_bench(["compare", *compare_words(chart, files, args.root)])
+    facts = bench.facts(duration_s=sum(run.seconds for run in runs))
+    facts["machine"]["load_1m"] = max(run.load_1m for run in runs)
+    num_loud = sum(run.num_loud for run in runs)
     target = args.root / "benchmarks/results" / f"{report.today()}-readme.md"
-    target.write_text(document(args, bench.facts(), tables, num_loud).rstrip() + "\n")
+    target.write_text(document(args, facts, tables, num_loud).rstrip() + "\n")
     print(f"wrote {target}")
     return 0
 

@@ -125,7 +125,10 @@ class Campaign:
                 yield point, round_index, self._plan.seed + point_index * self._plan.rounds + round_index
 
     async def warm_up(self) -> None:
-        """Send each service its warm-up requests, one after the other. Raises ConfigError when one fails."""
+        """Send each service its warm-up requests, one after the other, for at most the duration of a run.
+
+        Raises ConfigError when one fails.
+        """
         count = self._plan.warmups
         if count == 0:
             return
@@ -133,7 +136,7 @@ class Campaign:
         first = [dataclasses.replace(sessions[index % len(sessions)], at_s=None) for index in range(count)]
         for service in self._services:
             self._progress.begin(f"{service.label}: warm-up", count)
-            outcome = await self._load(service, first, [0.0] * count, 1)
+            outcome = await self._load(service, first, [0.0] * count, 1, duration_s=self._plan.duration_s)
             self._progress.end(None)
             failed = next((one for one in outcome.records if one.error_kind is not None), None)
             if failed is not None:

@@ -165,7 +165,7 @@ def build_scheduler(
         load_reporter=None if load_events is None else LoadReporter(load_events.post, replica.dp_rank),
         engine_memory=EngineMemory(built.device_memory, roles, engine.reports(), engine.clock, channel.send),
         weights=WeightsUpdater(
-            LeaderWeights(engine, config.model.weight_version, roles.change_weights, change_keys),
+            LeaderWeights(engine, config.model.weight_version, roles.change_weights, change_keys, replica.dp_rank),
             engine.clock,
             channel.send,
         ),

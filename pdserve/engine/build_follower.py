@@ -149,7 +149,7 @@ def _make_scheduler(
     on_role: OnRole,
 ) -> Scheduler:
     """Make a scheduler equal to rank 0's, except for its executor, input and peers."""
-    coord = built.coord
+    coord, shares_steps = built.coord, config.parallel.num_sharing > 1
     inputs = FollowerLog(rank_names(coord.shape)[coord.rank], begin.now, leader.next_entry)
     memory = make_memory(config, built, stack)
     executor = _executor(config, built, leader, begin, inputs)
@@ -170,8 +170,10 @@ def _make_scheduler(
         source,
         RoleSwitcher(roles, inputs, _say_nothing),
         engine_memory=EngineMemory(built.device_memory, roles, GroupReports(leader, inputs), inputs, _say_nothing),
-        idle_batches=IdleBatches(SharedDpSync(None, inputs)) if config.parallel.num_sharing > 1 else None,
-        weights=WeightsUpdater(FollowerWeights(built, inputs, leader.report), inputs, _say_nothing),
+        idle_batches=IdleBatches(SharedDpSync(None, inputs)) if shares_steps else None,
+        weights=WeightsUpdater(
+            FollowerWeights(built, inputs, leader.report, dp_rank, shares_steps=shares_steps), inputs, _say_nothing
+        ),
     )
 
 

@@ -4,14 +4,15 @@
     rank 0     all ranks have ended ── Answer: why they cannot be used, or nothing ──> all ranks, in the same turn
     InstallWeights ──> all ranks swap ── rank 0's Answer: version and fingerprint ──> what rooms carry
 
-No turn waits for a rank that loads. Scheduler thread of each rank.
+With DP attention the ranks 0 of all replicas share what they loaded, and swap behind the same round (`dp_sync`). No
+turn waits for a rank that loads. Scheduler thread of each rank.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -21,13 +22,14 @@ from pdserve.engine.assemble import Fact
 from pdserve.engine.replica import ReplicaEngine
 from pdserve.errors import ModelError, PdserveError
 from pdserve.executor.factory import LoadedEngine
-from pdserve.executor.weights import PreparedWeights, TensorInMemory, WeightsLoader, WeightsSource
+from pdserve.executor.weights import PreparedWeights, WeightsLoader, WeightsSource
 from pdserve.executor.weights_group import GroupAddress
 from pdserve.memory.page_keys import KeyNamespace
-from pdserve.model.params import fingerprint_of
+from pdserve.model.params import WeightSamples, fingerprint_of
 from pdserve.model.tensor_file import tensors_in
-from pdserve.model.tensor_sources import TensorSource
+from pdserve.model.tensor_sources import TensorInMemory, TensorSource
 from pdserve.protocol.weights import JoinGroup, LeaveGroup, Preparation, PrepareTensors, PrepareWeights, weights_name
+from pdserve.ranks.dp_sync import WeightsReport
 from pdserve.ranks.input_log import InputLog
 from pdserve.ranks.messages import ToLeader, Trouble, WeightsLoaded
 from pdserve.scheduler.weights_update import InstalledWeights
@@ -39,15 +41,16 @@ Announce = Callable[[Mapping[str, Fact], str], None]
 
 
 class _Loading:
-    """The load of one rank: one at a time."""
+    """The load of one rank of replica `dp_rank`: one at a time."""
 
-    def __init__(self, built: LoadedEngine) -> None:
+    def __init__(self, built: LoadedEngine, dp_rank: int) -> None:
         assert built.weights is not None, "the factory makes it"
         self.loader: WeightsLoader = built.weights
         self.number = 0
         self.future: Future[PreparedWeights | None] | None = None
         """Its result is None after a command about a group."""
-        self._rank = built.coord.rank
+        self._rank = dp_rank * built.coord.shape.num_ranks + built.coord.rank
+        """Number among the ranks of all replicas."""
 
     def begin(self, command: Preparation, then: Callable[[Future[PreparedWeights | None]], None] | None = None) -> None:
         """Begin what `command` says, on a thread."""
@@ -114,22 +117,42 @@ class LeaderWeights:
         version: str,
         announce: Announce,
         change_keys: Callable[[], KeyNamespace | None],
+        dp_rank: int = 0,
     ) -> None:
         """`version`: name of the version of the weights in use. `change_keys`: called when others begin; it changes the
         keys of pages, and returns the namespace of the store, None without one.
         """
         self._engine, self._announce, self._change_keys = engine, announce, change_keys
-        self._loading = _Loading(engine.built)
+        self._loading = _Loading(engine.built, dp_rank)
         self._version = version
         self._reports: tuple[WeightsLoaded, ...] = ()
+        self._query_id = ""
+        """The command that is carried out."""
+        self._outcome: str | None = None
+        """What this replica's load has come to; None: not yet."""
+        self._is_wanted = True
+        self._others: Sequence[WeightSamples] = ()
+        """Samples of the ranks of other replicas that compute with this one."""
 
     def begin(self, command: Preparation) -> None:
         """See `RankWeights.begin`."""
+        self._query_id, self._outcome, self._is_wanted, self._others = command.query_id, None, True, ()
         self._loading.begin(command)
+
+    def end_wait(self) -> None:
+        """See `RankWeights.end_wait`."""
+        self._is_wanted = False
+
+    def may_install(self, query_id: str) -> bool:
+        """See `RankWeights.may_install`."""
+        dp_sync, group = self._engine.dp_sync, self._engine.group
+        if dp_sync is None:
+            return True
+        return dp_sync.may_swap(query_id) if group is None else group.log.answer(lambda: dp_sync.may_swap(query_id))
 
     def loaded(self) -> str | None:
         """See `RankWeights.loaded`."""
-        group, found = self._engine.group, self._found()
+        group, found = self._engine.group, self._agreed()
         if group is None:
             return found
         if not group.log.answer(lambda: found is not None):
@@ -145,7 +168,7 @@ class LeaderWeights:
         if prepared is not None:
             self._loading.install()
             engine.change_weights(
-                [prepared.samples, *(one.samples for one in self._reports)],
+                [prepared.samples, *(one.samples for one in self._reports), *self._others],
                 [one.draft_samples for one in self._reports],
                 prepared.digest,
             )
@@ -170,8 +193,46 @@ class LeaderWeights:
         self._loading.drop()
         self._reports = ()
 
+    def _agreed(self) -> str | None:
+        """Return what all replicas that compute together have come to; None while a rank of one of them loads."""
+        dp_sync = self._engine.dp_sync
+        if self._outcome is None:
+            self._outcome = self._found()
+            if self._outcome is not None and dp_sync is not None:
+                dp_sync.report_weights(self._report(self._outcome))
+        if self._outcome is None or dp_sync is None or not self._is_wanted:
+            return self._outcome
+        reports = dp_sync.weights_reports(self._query_id)
+        if reports is None:
+            return None
+        failure = self._outcome or next((one.failure for one in reports if one.failure), "")
+        if not failure:
+            self._others = [samples for one in reports for samples in one.samples]
+            failure = self._difference(self._others)
+        if failure:
+            self.drop()
+        return failure
+
+    def _report(self, outcome: str) -> WeightsReport:
+        future = self._loading.future
+        prepared = None if outcome or future is None else future.result()
+        samples = () if prepared is None else (prepared.samples, *(one.samples for one in self._reports))
+        return WeightsReport(self._query_id, outcome, samples)
+
+    def _difference(self, others: Sequence[WeightSamples] = ()) -> str:
+        """Return how the weights of the ranks differ; empty: they do not. All ranks of this replica have loaded."""
+        future = self._loading.future
+        prepared = None if future is None else future.result()
+        if prepared is None:
+            return ""
+        try:
+            fingerprint_of([prepared.samples, *(one.samples for one in self._reports), *others])
+        except ModelError as error:
+            return str(error)
+        return ""
+
     def _found(self) -> str | None:
-        """Return None while a rank loads, then why its weights cannot be used; empty: all have loaded."""
+        """Return None while a rank of this replica loads, then why its weights cannot be used; empty: all have."""
         future, group = self._loading.future, self._engine.group
         assert future is not None, "a load has begun"
         reports = () if group is None else group.followers.weights_loaded(self._loading.number)
@@ -182,23 +243,30 @@ class LeaderWeights:
             if not failure and report.trouble is not None:
                 failure = f"rank {rank}: {report.trouble.message}"
         self._reports = reports
-        prepared = None if failure else future.result()
-        if prepared is not None:
-            try:
-                fingerprint_of([prepared.samples, *(one.samples for one in reports)])
-            except ModelError as error:
-                failure = str(error)
+        failure = failure or self._difference()
         if failure:
             self.drop()
         return failure
 
 
 class FollowerWeights:
-    """Implements `RankWeights` for a follower. `report` sends to rank 0, on any thread."""
+    """Implements `RankWeights` for a follower of replica `dp_rank`. `report` sends to rank 0, on any thread.
 
-    def __init__(self, built: LoadedEngine, inputs: InputLog, report: Callable[[ToLeader], None]) -> None:
-        self._loading = _Loading(built)
+    `shares_steps`: whether replicas compute together (DP attention).
+    """
+
+    def __init__(
+        self,
+        built: LoadedEngine,
+        inputs: InputLog,
+        report: Callable[[ToLeader], None],
+        dp_rank: int = 0,
+        *,
+        shares_steps: bool = False,
+    ) -> None:
+        self._loading = _Loading(built, dp_rank)
         self._inputs, self._report = inputs, report
+        self._shares_steps = shares_steps
 
     def begin(self, command: Preparation) -> None:
         """See `RankWeights.begin`."""
@@ -216,6 +284,13 @@ class FollowerWeights:
                 self._report(WeightsLoaded(number=number, samples=found.samples, draft_samples=found.draft_samples))
 
         self._loading.begin(command, ended)
+
+    def end_wait(self) -> None:
+        """See `RankWeights.end_wait`. Rank 0 waits."""
+
+    def may_install(self, query_id: str) -> bool:
+        """See `RankWeights.may_install`."""
+        return bool(self._inputs.answer(_rank_0_knows)) if self._shares_steps else True
 
     def loaded(self) -> str | None:
         """See `RankWeights.loaded`."""

@@ -106,7 +106,7 @@ def load_mtp(wanted: ModelToLoad, loaded: LoadedModel) -> DraftModel:
             )  # fmt: skip
         fill_model(
             layer, wanted.path, load_format=model.load_format, seed=model.random_seed, prefix=names.prefix,
-            overlay=wanted.overlay,
+            overlay=wanted.overlay, carried=wanted.carried_draft,
         )  # fmt: skip
     return module
 

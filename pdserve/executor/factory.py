@@ -201,7 +201,7 @@ def build_executor(
     if draft_model is not None:
         _LOG.info("the drafter has %d MB of weights of its own", draft_model.num_bytes >> 20)
     weights = WeightsLoader(
-        executor, wanted, loaded, bind, lambda: make_ready(executor, config, max_rows, context_length)
+        executor, wanted, loaded, bind, lambda: make_ready(executor, config, max_rows, context_length), draft_model
     )
     return LoadedEngine(
         executor, table, wanted.spec, sizes.num_pages, context_length, wanted.dtype, device, parallel.coord,

@@ -111,6 +111,7 @@ class ModelInUse(HostTierCopies):
         former = self._model.moe_layers
         with self._runner.behind():
             self.use(parts)
+            parts.model.parallel.dp_attention_group.change_weights()
             for layer, moe in self._model.moe_layers.items():
                 moe.counts.copy_(former[layer].counts)
         if self.experts is not None:

@@ -89,6 +89,8 @@ class ModelToLoad:
     overlay: Mapping[str, TensorSource] = dataclasses.field(default_factory=dict)
     carried: ParamSlots | None = None
     """Parameters in use, which the model has where `overlay` has no other values; None: those of the checkpoint."""
+    carried_draft: ParamSlots | None = None
+    """Those of the model that drafts."""
 
     @property
     def kv_dtype(self) -> str:

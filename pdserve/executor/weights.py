@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from pdserve.base.host_memory import give_back_freed
 from pdserve.base.startup_times import StartupTimes
-from pdserve.errors import ConfigError, ModelError, PdserveError
+from pdserve.errors import ModelError, PdserveError
 from pdserve.executor.draft_loading import add_drafter
 from pdserve.executor.local_executor import LocalExecutor
 from pdserve.executor.memory_sizing import free_bytes
@@ -61,22 +60,6 @@ class WeightsSource:
 
 
 @dataclasses.dataclass(frozen=True)
-class TensorInMemory:
-    """Implements `TensorSource` over a tensor in host memory."""
-
-    tensor: Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """See `TensorSource`."""
-        return tuple(self.tensor.shape)
-
-    def read(self, part: tuple[slice, ...] | None) -> Tensor:
-        """See `TensorSource`."""
-        return self.tensor if part is None else self.tensor[part]
-
-
-@dataclasses.dataclass(frozen=True)
 class PreparedWeights:
     """Weights that are loaded and bound to the pools. `samples` and `draft_samples`: for `fingerprint_of`."""
 
@@ -87,6 +70,7 @@ class PreparedWeights:
     draft_samples: WeightSamples
     digest: str = ""
     """Digest of all values, for keys of pages; empty: of random weights, or where no page has a key."""
+    draft_model: DraftModel | None = None
 
 
 Bind = Callable[[ModelToLoad, LoadedModel, DraftModel | None], ModelParts]
@@ -116,8 +100,8 @@ def _check_experts(given: Mapping[str, TensorSource], in_use: ParamSlots) -> Non
 class WeightsLoader:
     """Loads weights for one executor. Scheduler thread; `prepare` loads on a thread of its own.
 
-    `wanted`, `loaded`: the model in use. `bind` makes the parts of another one. `make_ready` captures
-    steps.
+    `wanted`, `loaded`: the model in use; `draft_model`: the one that drafts for it. `bind` makes the parts of another
+    one. `make_ready` captures steps.
     """
 
     def __init__(
@@ -127,8 +111,9 @@ class WeightsLoader:
         loaded: LoadedModel,
         bind: Bind,
         make_ready: Callable[[], None],
+        draft_model: DraftModel | None = None,
     ) -> None:
-        self._executor, self._wanted, self._loaded = executor, wanted, loaded
+        self._executor, self._wanted, self._loaded, self._draft_model = executor, wanted, loaded, draft_model
         self._bind, self._make_ready = bind, make_ready
         self.groups = WeightsGroups(wanted.device)
         """Process groups in which a trainer sends weights."""
@@ -136,13 +121,6 @@ class WeightsLoader:
         """Where the weights in use come from."""
         self.digest = ""
         """See `PreparedWeights`; empty: those of the start."""
-
-    @property
-    def refusal(self) -> str | None:
-        """Why this server takes no other weights; None: it does."""
-        if self._wanted.config.parallel.num_sharing > 1:
-            return "--enable-dp-attention: the weights of replicas that compute together cannot be changed"
-        return None
 
     def prepare(self, source: WeightsSource) -> Future[PreparedWeights | None]:
         """Begin to load `source` beside the weights in use.
@@ -174,7 +152,7 @@ class WeightsLoader:
         Raises what the capture of decode steps raises on CUDA; the executor is not usable then.
         """
         self._executor.swap_model(prepared.parts)
-        self._loaded = prepared.loaded
+        self._loaded, self._draft_model = prepared.loaded, prepared.draft_model
         self.source = dataclasses.replace(prepared.source, overlay={}, read_tensors=None)
         self.digest = prepared.digest
         self._make_ready()
@@ -193,8 +171,6 @@ class WeightsLoader:
             future.set_exception(error)
 
     def _load(self, source: WeightsSource) -> PreparedWeights:
-        if self.refusal is not None:
-            raise ConfigError(self.refusal, field="model_path")
         if source.path != self.source.path and not Path(source.path).exists():
             raise ModelError(f"there is no model at {source.path} on this server")
         self._check_memory()
@@ -208,7 +184,9 @@ class WeightsLoader:
         if source.read_tensors is not None:
             self._check_partial()
             in_use = self._loaded.model.params
-            wanted = dataclasses.replace(wanted, overlay=source.read_tensors(), carried=in_use)
+            draft = None if self._draft_model is None else self._draft_model.params
+            overlay = source.read_tensors()
+            wanted = dataclasses.replace(wanted, overlay=overlay, carried=in_use, carried_draft=draft)
             if present.config.parallel.enable_eplb:
                 _check_experts(wanted.overlay, in_use)
         loaded, draft_model = add_drafter(wanted, load(wanted))
@@ -220,7 +198,7 @@ class WeightsLoader:
         parts = self._bind(wanted, loaded, draft_model)
         drafts = {} if parts.drafter is None else parts.drafter.weight_samples()
         digest = self._digest(path, source, wanted.overlay)
-        return PreparedWeights(source, loaded, parts, loaded.model.params.samples(), drafts, digest)
+        return PreparedWeights(source, loaded, parts, loaded.model.params.samples(), drafts, digest, draft_model)
 
     def _digest(self, path: Path, source: WeightsSource, overlay: Mapping[str, TensorSource]) -> str:
         """Return the digest of the weights for keys of pages, at rank 0 of a server that has such keys.

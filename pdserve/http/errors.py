@@ -1,10 +1,11 @@
-"""Error answers of servers and router: OpenAI's form, with SGLang's keys. Pure."""
+"""Error answers of servers and router: OpenAI's form, with SGLang's keys. Bodies as structs. Pure."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -12,6 +13,10 @@ from pdserve.errors import EngineDeadError, PdserveError, RequestError
 
 MAX_MESSAGE_CHARS = 2000
 MAX_PARAM_CHARS = 256
+T = TypeVar("T")
+_PATH = re.compile(r" - at `(?:key in )?\$\.?(.*)`$")
+_UNKNOWN = re.compile(r"unknown field `(.*?)`")
+_MISSING = re.compile(r"missing required field `([^`]*)`$")
 _TYPES = {404: "not_found_error", 409: "conflict_error", 413: "request_too_large", 429: "rate_limit_error"}
 
 
@@ -92,3 +97,22 @@ class HttpRefusal:
         answer = error_object(self.message, self.status, param=self.param, code=self.code)
         answer["error"] |= self.details
         return answer
+
+
+def convert(value: Any, kind: type[T], *, prefix: str = "", text_keys: bool = False) -> T:
+    """Convert `value` to the msgspec struct `kind`. `text_keys`: numbers that are keys come as text, as in all JSON.
+
+    Raises:
+        RequestError: 400 naming the field (as a path, e.g. `sampling_params.top_k`) that is unknown or of a wrong
+            type. A field that a whole body lacks is named too; where an inner object lacks one, the object is named.
+    """
+    try:
+        return msgspec.convert(value, kind, str_keys=text_keys)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        path = _PATH.search(text)
+        inner = path.group(1) if path is not None else ""
+        named = _UNKNOWN.search(text) or (None if prefix else _MISSING.search(text))
+        names = (prefix, inner, named.group(1) if named is not None else "")
+        field = ".".join(name for name in names if name)
+        raise RequestError(f"{field}: {_PATH.sub('', text)}", field=field or None) from error

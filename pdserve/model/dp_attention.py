@@ -52,6 +52,10 @@ class DPAttentionGroup(Protocol):
         """Begin `step` on all ranks. This rank's replica computes `num_tokens` tokens."""
         ...
 
+    def change_weights(self) -> None:
+        """Compute with other weights from the next step on. `begin` fails unless all ranks have done so."""
+        ...
+
     def token_share(self, num_tokens: int) -> TokenShare:
         """Return the token shares of all ranks. The replica's batch has `num_tokens` tokens."""
         ...

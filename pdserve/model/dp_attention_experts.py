@@ -3,7 +3,7 @@
 Made by `TorchParallel`, whose default process group has these ranks. All ranks compute every step together: a *round*.
 A replica without work takes part with zero tokens.
 
-    begin         number of tokens of each replica    all_gather of two integers, on the host
+    begin         number of tokens of each replica    all_gather of three integers, on the host
     gather        each replica's tokens to all ranks  each rank contributes its token share
     reduce_sum    partial sums to the token's replica
                   each rank receives the partial sums of its token share, adds them in rank order,
@@ -49,19 +49,29 @@ class AllReplicas:
         self._with_others = with_others
         self._numbers = numbers
         self._token_share = TokenShare([0] * self.size, slice(0, 0))
+        self._num_changes = 0
+        """Changes of the weights since the start."""
 
     def begin(self, step: int, num_tokens: int) -> None:
         """See `DPAttentionGroup.begin`. Blocks until all ranks have begun `step`."""
-        every = torch.empty(self.size, 2, dtype=torch.int64)
+        every = torch.empty(self.size, 3, dtype=torch.int64)
         with self._with_others("begin of a round"):
-            dist.all_gather(list(every.unbind()), torch.tensor([step, num_tokens]), group=self._numbers)
+            own = torch.tensor([step, num_tokens, self._num_changes])
+            dist.all_gather(list(every.unbind()), own, group=self._numbers)
         tp_size = self._coord.in_replica.shape.tp_size
         facts: list[list[int]] = every.tolist()
         firsts = facts[::tp_size]
-        if any(there != step for there, _ in facts) or any(facts[i] != firsts[i // tp_size] for i in range(self.size)):
+        if any(changes != self._num_changes for _, _, changes in facts):
+            raise RankError(f"the ranks compute with different weights: rank {self.rank} sees {facts}")
+        others_step = any(there != step for there, _, _ in facts)
+        if others_step or any(facts[i] != firsts[i // tp_size] for i in range(self.size)):
             raise RankError(f"the ranks are not in the same round: rank {self.rank} is in {step}, all are in {facts}")
-        sizes = [size for _, count in firsts for size in dealt(count, tp_size)]
+        sizes = [size for _, count, _ in firsts for size in dealt(count, tp_size)]
         self._token_share = TokenShare(sizes, own_slice(dealt(num_tokens, tp_size), self._coord.in_replica.tp_rank))
+
+    def change_weights(self) -> None:
+        """See `DPAttentionGroup.change_weights`."""
+        self._num_changes += 1
 
     def token_share(self, num_tokens: int) -> TokenShare:
         """See `DPAttentionGroup.token_share`. Returns the shares that `begin` computed."""

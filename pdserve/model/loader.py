@@ -175,7 +175,8 @@ def fill_model(
             given = {own for name in overlay for own in model.params.names_of(name)}
             model.params.carry_over(carried, given)
             for name, source in overlay.items():
-                model.params.fill(name, source)
+                if name.startswith(prefix):
+                    model.params.fill(name, source)
             return
         if load_format == "dummy":
             model.params.fill_random(seed)

@@ -99,6 +99,9 @@ class StageRanks:
     def begin(self, step: int, num_tokens: int) -> None:
         """See `DPAttentionGroup.begin`. Does nothing."""
 
+    def change_weights(self) -> None:
+        """See `DPAttentionGroup.change_weights`. Does nothing: the input log orders the ranks."""
+
     def token_share(self, num_tokens: int) -> TokenShare:
         """See `DPAttentionGroup.token_share`."""
         sizes = dealt(num_tokens, self.size)

@@ -25,6 +25,22 @@ class TensorSource(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True)
+class TensorInMemory:
+    """Implements `TensorSource` over a tensor in host memory."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `TensorSource`."""
+        return tuple(self.tensor.shape)
+
+    def read(self, part: tuple[slice, ...] | None) -> Tensor:
+        """See `TensorSource`."""
+        return self.tensor if part is None else self.tensor[part]
+
+
 @runtime_checkable
 class QuantizedSource(TensorSource, Protocol):
     """A tensor of a checkpoint that can be read without being dequantized."""

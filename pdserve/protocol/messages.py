@@ -331,7 +331,11 @@ class TokenLogprob(msgspec.Struct, frozen=True):
     picked: list[float] = msgspec.field(default_factory=list)
 
 
-REFUSED_FIELDS = {"room_in_use": "bootstrap_room", "lora_mismatch": "lora_path"}
+REFUSED_FIELDS = {
+    "room_in_use": "bootstrap_room",
+    "lora_mismatch": "lora_path",
+    "not_migratable": "disaggregation_mode",
+}
 """Fields of the errors with which a scheduler refuses a request, by code."""
 
 

@@ -79,7 +79,7 @@ class HoldRequests(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Starts no further request: those that wait and new ones are held. The reply follows when nothing runs any more.
 
     `abort_all`: running and waiting requests are aborted first. `timeout_s`: if the last request has not ended after
-    this many seconds, the hold ends, and the reply is a refusal. A hold also ends this many seconds after its reply.
+    this many seconds, the hold ends, and the reply is a refusal. A hold that is not ended ends a minute later.
     """
 
     query_id: str

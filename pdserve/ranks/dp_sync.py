@@ -7,6 +7,11 @@ A rank 0 that has received the announcement of a round enters the round without 
 round announce it, to all, and idle replicas send nothing. Every rank 0 enters every round in order. A round that all
 have entered waits for nothing else, so one replica can always proceed.
 
+    other weights    each rank 0 has loaded ── WeightsReport ──> all know whether all have, and all ranks' samples
+                     nothing runs at a rank 0 ── SwapReady ──> all have sent it: all swap behind the same round
+
+A rank 0 that has sent `SwapReady` starts no round until all have swapped. So no round is computed with both weights.
+
 Each rank 0's process has one `DpSync`, created by `engine` and used on the scheduler thread. Messages of the other
 replicas arrive on the link thread.
 """
@@ -50,7 +55,24 @@ class RoundLeft(msgspec.Struct, frozen=True, tag="Left"):
     round: Round
 
 
-LeaderMessage = LoadAgreed | RoundEntered | RoundLeft | RankFailed | Alive
+class WeightsReport(msgspec.Struct, frozen=True, tag="WeightsReport"):
+    """The replica has loaded other weights for the command `query_id`, or has not: `failure` says why.
+
+    `samples` of the weights of each of its ranks.
+    """
+
+    query_id: str
+    failure: str = ""
+    samples: tuple[dict[str, dict[int, float]], ...] = ()
+
+
+class SwapReady(msgspec.Struct, frozen=True, tag="SwapReady"):
+    """Nothing runs at the sender, which carries out the command `query_id` once all replicas have sent this."""
+
+    query_id: str
+
+
+LeaderMessage = LoadAgreed | RoundEntered | RoundLeft | WeightsReport | SwapReady | RankFailed | Alive
 
 
 class DpSync:
@@ -69,6 +91,12 @@ class DpSync:
         self._entered = 0
         self._loaded: dict[int, LoadAgreed] = {}
         self._left: set[int] = set()
+        self._reports: dict[int, WeightsReport] = {}
+        """The newest of each other rank 0."""
+        self._ready: dict[int, str] = {}
+        """Query id of the newest `SwapReady` of each other rank 0."""
+        self._announced = ""
+        """That of the newest of ours."""
         self.wake: Callable[[], None] = lambda: None
         links.connect(
             peers,
@@ -90,6 +118,30 @@ class DpSync:
         self._changed.wait_until(lambda: len(self._loaded) == self._num_others, "loaded its weights")
         with self._changed:
             return [rank for loaded in self._loaded.values() for rank in loaded.samples]
+
+    def report_weights(self, report: WeightsReport) -> None:
+        """Tell the other replicas what the load of other weights has come to here. Call once for a command."""
+        self._links.broadcast(report)
+
+    def weights_reports(self, query_id: str) -> list[WeightsReport] | None:
+        """Return the reports of all other replicas on a command, in their order; None while one is missing."""
+        with self._changed:
+            found = [self._reports[rank] for rank in sorted(self._reports) if self._reports[rank].query_id == query_id]
+            return found if len(found) == self._num_others else None
+
+    def may_swap(self, query_id: str) -> bool:
+        """Return whether this replica swaps its weights now. Called while nothing runs here and no round is started.
+
+        The first call for a command tells the others so. True when all replicas are there, and no round that another
+        one has started before waits for this one. Links keep the order of messages, so later ones are not started
+        before all have swapped.
+        """
+        if self._announced != query_id:
+            self._announced = query_id
+            self._links.broadcast(SwapReady(query_id))
+        with self._changed:
+            there = sum(ready == query_id for ready in self._ready.values())
+            return there == self._num_others and self._called <= self._entered
 
     def enter(self, number: int) -> None:
         """Enter round `number`, and announce it unless another replica did. Never blocks."""
@@ -140,6 +192,10 @@ class DpSync:
                 case RoundLeft(round=number):
                     self._called = max(self._called, number)
                     self._left.add(rank)
+                case WeightsReport():
+                    self._reports[rank] = message
+                case SwapReady(query_id=query_id):
+                    self._ready[rank] = query_id
                 case RankFailed(trouble=trouble):
                     self._links.report(rank, trouble.error())
                 case Alive():

@@ -19,16 +19,15 @@ from aiohttp import web
 import pdserve
 from pdserve.base.log_ring import PATH as LOGS_PATH
 from pdserve.http.access import (
-    CLOSE_SESSION_PATH,
     COUNT_TOKENS_PATH,
     GENERATING,
     OLLAMA_SHOW_PATH,
     OLLAMA_TAGS_PATH,
     OLLAMA_VERSION_PATH,
-    OPEN_SESSION_PATH,
     BodyBudget,
 )
 from pdserve.http.response_store import ResponseStore
+from pdserve.http.session_store import OpenSessions
 from pdserve.observe.history import PATH as HISTORY_PATH
 from pdserve.observe.history import History
 from pdserve.observe.interval_stats import RouterStats, log_router_stats
@@ -56,6 +55,7 @@ from pdserve.router.proxy.migration import Migrator
 from pdserve.router.proxy.relay import failure_response
 from pdserve.router.proxy.replication import PATH as REPLICATE_PATH
 from pdserve.router.proxy.replication import PrefixReplication
+from pdserve.router.proxy.sessions import RouterSessions
 from pdserve.router.proxy.stored_responses import StoredResponses
 from pdserve.router.proxy.watchdog import PairWatchdog
 from pdserve.router.workers.admission import OTHER_TOKENS, Admission
@@ -134,9 +134,12 @@ class RouterApp:
         self._responses = StoredResponses(
             ResponseStore(config.responses.limits, time.monotonic), config.access.keys, config.request_timeout_s
         )
+        self._sessions = RouterSessions(
+            OpenSessions(time.monotonic), config.access.keys, self._fanout, self.admission, self._drain
+        )
         self._handler = GenerateHandler(
             *(config, dispatcher, self.admission, self.metrics, self._stats, self.history.history, bodies),
-            *(self._drain, self._tracing, self._responses),
+            *(self._drain, self._tracing, self._responses, self._sessions),
         )
         for spec in config.workers:
             self.registry.add(spec)
@@ -234,11 +237,6 @@ class RouterApp:
         self.metrics.show_pairs(self.admission.pairs)
         return web.Response(body=self.metrics.render(), headers={"Content-Type": "text/plain; version=0.0.4"})
 
-    async def no_session(self, request: web.Request) -> web.Response:
-        """Refuse to open or close a session: one server has it, and requests may go to others (SGLang)."""
-        text = "a session is kept by one server; open it there, and send its requests there"
-        return error_response(400, text, "unsupported")
-
     def routes(self) -> list[web.RouteDef]:
         """Return all routes of the router."""
         fanout = self._fanout
@@ -258,7 +256,7 @@ class RouterApp:
                 for path in ("/flush_cache", "/start_profile", "/stop_profile", *MEMORY_COMMANDS)
             ),
             web.post("/abort_request", self.abort),
-            *(web.post(path, self.no_session) for path in (OPEN_SESSION_PATH, CLOSE_SESSION_PATH)),
+            *self._sessions.routes(),
             web.get("/health_generate", fanout.health_generate),
             *(web.get(path, self.ready) for path in ("/health", "/readiness", "/ready")),
             *(web.get(path, self.alive) for path in ("/liveness", "/ping")),

@@ -14,9 +14,12 @@ import msgspec
 from aiohttp import web
 
 from pdserve.base.log_ring import PATH as LOGS_PATH
+from pdserve.http.access import CLOSE_SESSION_PATH, OPEN_SESSION_PATH
 from pdserve.http.errors import ErrorAnswer
 from pdserve.http.openapi import json_content, openapi_document, openapi_operation
 from pdserve.http.page_files import DOCS_FILES, DOCS_PATH, INDEX, read_docs_files
+from pdserve.http.response_store import ITEMS_PATH, RESPONSE_PATH
+from pdserve.http.session_store import CloseSessionBody, OpenSessionBody
 from pdserve.observe.history import PATH as HISTORY_PATH
 from pdserve.router.http import json_response
 from pdserve.router.proxy.migration import PATH as MIGRATE_PATH
@@ -36,6 +39,8 @@ BODIES: Mapping[tuple[str, str], type[msgspec.Struct]] = {
     ("POST", ROLE_SWITCH_PATH): SwitchBody,
     ("POST", MIGRATE_PATH): MoveBody,
     ("POST", REPLICATE_PATH): CopyPrefixBody,
+    ("POST", OPEN_SESSION_PATH): OpenSessionBody,
+    ("POST", CLOSE_SESSION_PATH): CloseSessionBody,
 }
 QUERIES = {
     ("DELETE", "/workers/{name}"): ("force",),
@@ -43,6 +48,8 @@ QUERIES = {
     ("POST", "/remove_worker"): ("url",),
     ("GET", HISTORY_PATH): ("seconds", "since", "worker"),
     ("GET", LOGS_PATH): ("lines",),
+    ("GET", RESPONSE_PATH): ("stream", "starting_after"),
+    ("GET", ITEMS_PATH): ("order", "limit", "after"),
 }
 GOOD = {
     ("POST", "/workers"): "202",

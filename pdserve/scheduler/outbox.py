@@ -94,27 +94,22 @@ class Outbox:
     def emit_prompt(self, req: Req, part: PromptLogprobs) -> None:
         """Send log probabilities of a part of the prompt at once, in messages of at most `MAX_PART_BYTES` each."""
         for piece in part.parts(MAX_PART_BYTES):
-            output = EngineCoreOutput(
-                rid=req.rid,
-                token_ids=[],
-                prompt_logprobs=piece,
-                prompt_tokens=req.num_prompt,
-                cached_tokens=req.num_cached,
-            )
-            self.send(OutputBatch(outputs=[output]))
+            self._send_part(req, prompt_logprobs=piece)
 
     def emit_hidden(self, req: Req, part: HiddenStates) -> None:
         """Send hidden states at once, in messages of at most `MAX_PART_BYTES` each."""
         req.num_hidden = part.end
         for piece in part.parts(MAX_PART_BYTES):
-            output = EngineCoreOutput(
-                rid=req.rid,
-                token_ids=[],
-                hidden=piece,
-                prompt_tokens=req.num_prompt,
-                cached_tokens=req.num_cached,
-            )
-            self.send(OutputBatch(outputs=[output]))
+            self._send_part(req, hidden=piece)
+
+    def _send_part(
+        self, req: Req, *, prompt_logprobs: PromptLogprobs | None = None, hidden: HiddenStates | None = None
+    ) -> None:
+        output = EngineCoreOutput(
+            rid=req.rid, token_ids=[], prompt_logprobs=prompt_logprobs, hidden=hidden, prompt_tokens=req.num_prompt,
+            cached_tokens=req.num_cached,
+        )  # fmt: skip
+        self.send(OutputBatch(outputs=[output]))
 
     def flush(self) -> None:
         """Send the collected outputs."""

@@ -91,6 +91,8 @@ class RoleSwitcher:
         """
         command = self._pending
         assert command is not None
+        if kv is not None:  # the server takes no requests, so the other halves of these do not come
+            kv.forget_early()
         if not idle or not self._opener.is_quiet:
             if self._clock.now() > self._deadline:
                 self._refuse(command, f"requests or transfers have not ended within {command.timeout_s:g} s")

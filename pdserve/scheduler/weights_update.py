@@ -50,6 +50,9 @@ from pdserve.transfer.manager import KVManager
 
 log = logging.getLogger(__name__)
 
+SWAP_S = 60.0
+"""Seconds behind the time limit of a hold, and behind a swap, after which a hold ends by itself."""
+
 
 @dataclasses.dataclass(frozen=True)
 class InstalledWeights:
@@ -74,6 +77,18 @@ class RankWeights(Protocol):
         """Return None while a rank loads; then once why they cannot be used, empty when all ranks have them.
 
         Equal on all ranks in the same turn. After a failure nothing is kept.
+        """
+        ...
+
+    def end_wait(self) -> None:
+        """The update has ended: `loaded` does not wait for other replicas any more, and its result is not used."""
+        ...
+
+    def may_install(self, query_id: str) -> bool:
+        """Return whether `install` follows in this turn, for the command `query_id`. Equal on all ranks.
+
+        Called each turn in which nothing runs, until it returns True or the update ends. Replicas that compute together
+        install behind the same step.
         """
         ...
 
@@ -163,6 +178,8 @@ class WeightsUpdater:
         self._withdrawn: set[str] = set()
         """Held requests that were admitted before."""
         self._install: InstallWeights | None = None
+        self._is_ready = False
+        """Whether other replicas were told that nothing runs here. They may install at any time, so no time ends it."""
         self._has_changed = False
         """Whether other weights were installed during the hold."""
 
@@ -182,8 +199,11 @@ class WeightsUpdater:
         return len(self._withdrawn)
 
     def takes(self, spec: GenerateRequest, scheduler: UpdatableWeights) -> bool:
-        """Hold a new request while there is a hold; returns whether it is held. Health probes are not."""
-        if self._hold is None or spec.probe:
+        """Hold a new request while there is a hold; returns whether it is held.
+
+        Health probes are held from `InstallWeights` on: other replicas may have other weights until the hold ends.
+        """
+        if self._hold is None or (spec.probe and self._install is None and not self._has_changed):
             return False
         if spec.rid in self._held or spec.rid in scheduler.role.live:
             error = RequestError(f"rid {spec.rid!r} is in use", field="rid", status=409, code="rid_in_use")
@@ -227,19 +247,26 @@ class WeightsUpdater:
             return
         if scheduler.is_drained:
             if not self._has_replied:
-                self._has_replied, self._deadline = True, self._clock.now() + hold.timeout_s
+                self._has_replied = True
+                self._deadline += SWAP_S  # other replicas may have requests until then
                 self._reply(hold)
             elif self._install is not None:
-                install, self._install, self._has_changed = self._install, None, True
-                scheduler.change_weights(self._weights.install(install.weight_version))
-                self._reply(install)
-        if self._clock.now() > self._deadline:
+                self._is_ready = True
+                if self._weights.may_install(self._install.query_id):
+                    self._swap(self._install, scheduler)
+        if self._clock.now() > self._deadline and not (self._install is not None and self._is_ready):
             late = self._install if self._has_replied else hold
             if late is not None:
                 self._reply(late, f"requests have not ended within {hold.timeout_s:g} s")
             self._release(scheduler)
 
     # ------------------------------------------------------------------ inside
+
+    def _swap(self, install: InstallWeights, scheduler: UpdatableWeights) -> None:
+        self._install, self._has_changed = None, True
+        scheduler.change_weights(self._weights.install(install.weight_version))
+        self._deadline = self._clock.now() + SWAP_S
+        self._reply(install)
 
     def _prepare(self, command: Preparation) -> None:
         if self._preparing is not None:
@@ -262,7 +289,7 @@ class WeightsUpdater:
         if self._hold is not None:
             self._reply(command, "another update holds the requests")
             return
-        self._hold, self._has_replied, self._has_changed = command, False, False
+        self._hold, self._has_replied, self._has_changed, self._is_ready = command, False, False, False
         self._deadline = self._clock.now() + command.timeout_s
         if command.abort_all:
             scheduler.abort_requests(AbortRequest(rid=None))
@@ -276,6 +303,7 @@ class WeightsUpdater:
 
     def _end(self, scheduler: UpdatableWeights) -> None:
         self._is_wanted = False
+        self._weights.end_wait()
         if self._preparing is None:
             self._weights.drop()
         if self._install is not None:

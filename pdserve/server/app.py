@@ -51,6 +51,7 @@ from pdserve.http.response_store import (
     ResponseStore,
 )
 from pdserve.http.session_proof import CHALLENGE_PATH
+from pdserve.http.session_store import CloseSessionBody, OpenSessionBody, OpenSessions
 from pdserve.observe.history import PATH as HISTORY_PATH
 from pdserve.observe.interval_stats import log_server_stats
 from pdserve.observe.metrics import ServerMetrics
@@ -93,9 +94,7 @@ from pdserve.server.request.schemas import (
     ExtractBody,
     FunctionCallBody,
     GenerateBody,
-    LeaveGroupBody,
     LoadLoraBody,
-    MemoryTagsBody,
     MigrateBody,
     PairProbeBody,
     PauseBody,
@@ -108,6 +107,10 @@ from pdserve.server.request.schemas import (
     SuspendBody,
     TokenizeBody,
     UnloadLoraBody,
+)
+from pdserve.server.request.weights_bodies import (
+    LeaveGroupBody,
+    MemoryTagsBody,
     WeightNameBody,
     WeightsFromDiskBody,
     WeightsFromDistributedBody,
@@ -115,7 +118,6 @@ from pdserve.server.request.schemas import (
     WeightsGroupBody,
     WeightVersionBody,
 )
-from pdserve.server.session_store import CloseSessionBody, OpenSessionBody, OpenSessions
 from pdserve.server.sglang_api import (
     admin,
     commands,
@@ -314,7 +316,7 @@ def create_app(
     app.add_exception_handler(ClientGoneError, _on_client_gone)
     app.add_exception_handler(ClientDisconnect, _on_client_gone)  # disconnect while the body is read
     _add_routes(app, context, drain_gate, changer, SnapshotEndpoints(context, store), single)
-    migrations = Migrations(context, peers)
+    migrations = Migrations(context, peers, drain_gate)
     app.add_api_route("/migrate", migrations.migrate, methods=["POST"], name="post_migrate", response_model=None)
     app.add_api_route("/replicate", migrations.replicate, methods=["POST"], name="replicate", response_model=None)
     app.add_api_route("/migrate_in", migrations.migrate_in, methods=["POST"], name="migrate_in", response_model=None)

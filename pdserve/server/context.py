@@ -20,6 +20,7 @@ from pdserve.config.lora_group import ANY_MODEL
 from pdserve.errors import RequestError
 from pdserve.http.background_responses import BackgroundResponses
 from pdserve.http.response_store import ResponseStore
+from pdserve.http.session_store import OpenSessions
 from pdserve.observe.metrics import ServerMetrics
 from pdserve.protocol.messages import GenerateRequest
 from pdserve.protocol.sampling import Grammar
@@ -49,7 +50,6 @@ from pdserve.server.request.intake import (
 )
 from pdserve.server.request.restored import RestoredRequest
 from pdserve.server.request.sampling_fields import RequestLimits, check_prompt_fits
-from pdserve.server.session_store import OpenSessions
 from pdserve.server.snapshot_store import SnapshotStore
 from pdserve.server.text.chat_formats import ChatFormats
 from pdserve.server.text.tokenizer import Tokenizer

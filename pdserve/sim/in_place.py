@@ -145,6 +145,13 @@ class SimWeights:
             self._loading = None
         return failure
 
+    def end_wait(self) -> None:
+        """See `RankWeights.end_wait`. Does nothing."""
+
+    def may_install(self, query_id: str) -> bool:
+        """See `RankWeights.may_install`. Simulated replicas compute alone."""
+        return True
+
     def install(self, version: str | None) -> InstalledWeights:
         """See `RankWeights.install`."""
         assert self._loading is not None and version is not None, "an update without weights"

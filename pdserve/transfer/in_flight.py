@@ -379,6 +379,11 @@ class EarlyArrivals:
         keys = [key for key in self._early if key.room == room]
         return [self._take(key) for key in keys]
 
+    def forget_all(self) -> None:
+        """Drop all early messages."""
+        for key in list(self._early):
+            self._take(key)
+
     def forget_key(self, key: MemoryKey) -> None:
         """Drop the message of `key`, which its receiver aborted."""
         if key in self._early:

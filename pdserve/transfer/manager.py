@@ -222,6 +222,10 @@ class KVManager:
         """Have handshakes and rooms carry `weights`, the fact `WEIGHTS`, from now on. No room is live."""
         self.sessions.change_weights(weights)
 
+    def forget_early(self) -> None:
+        """Drop the receivers whose prefill request has not arrived here, before `end_sessions`, which they see."""
+        self.send_side.forget_early()
+
     def redirect(self, room: int, digest: str, replica: int) -> None:
         """Redirect the receiver of this room to `replica` of this server, which has the request."""
         self.send_side.redirect(room, digest, replica)

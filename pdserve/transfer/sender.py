@@ -320,6 +320,10 @@ class SendSide:
                 message = f"prefill never got a request for room {early.info.key.room}"
                 self._turn_away(peer, early.info.key, _failure("bootstrap_timeout", message, status=504))
 
+    def forget_early(self) -> None:
+        """Drop the receivers whose prefill request has not arrived. The end of the session tells them."""
+        self._early_arrivals.forget_all()
+
     @property
     def num_early(self) -> int:
         """Number of receivers whose prefill request has not arrived yet."""

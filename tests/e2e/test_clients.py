@@ -108,6 +108,31 @@ def test_responses_go_on_in_the_background(pair: Pair, monolith: Server) -> None
     assert_idle(pair.prefill, pair.decode, monolith)
 
 
+def test_a_session_continues_through_the_pair_as_at_one_server(pair: Pair, monolith: Server) -> None:
+    told: list[list[Any]] = []
+    for server in (pair.router, monolith):
+        session = requests.post(f"{server.url}/open_session", json={"capacity_of_str_len": 10_000}, timeout=60).json()
+        outputs: list[Any] = []
+
+        def ask(text: str, rid: str, *, stream: bool = False, server: Server = server, **more: Any) -> dict[str, Any]:
+            fields = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+            body = {"text": text, "rid": rid, "sampling_params": fields, "stream": stream, **more}
+            answer = requests.post(f"{server.url}/generate", json=body, timeout=60)
+            assert answer.status_code == 200, answer.text
+            events = [line for line in answer.text.splitlines() if line.startswith("data: {")]
+            return dict(json.loads(events[-1].removeprefix("data: ")) if stream else answer.json())
+
+        for turn, stream in enumerate((False, True, False)):
+            params = {"id": session, **({"rid": str(turn - 1)} if turn else {})}
+            found = ask(f"Turn {turn}: tell me about pages.", str(turn), stream=stream, session_params=params)
+            assert found["meta_info"]["id"] == str(turn)
+            outputs.append((found["output_ids"], found["meta_info"]["prompt_tokens"]))
+        told.append(outputs)
+        assert requests.post(f"{server.url}/close_session", json={"session_id": session}, timeout=60).status_code == 200
+    assert told[0] == told[1] and told[0][0][1] < told[0][1][1] < told[0][2][1]
+    assert_idle(pair.prefill, pair.decode, monolith)
+
+
 def test_several_answers_and_prompts_at_once(pair: Pair) -> None:
     api = client(pair.router)
     chat = api.chat.completions.create(

@@ -18,7 +18,7 @@ import requests
 
 from pdserve.server.text.tokenizer import read_template
 from tests.e2e.harness import Server, assert_idle, running, start_router, start_server, until
-from tests.tiny import Family
+from tests.tiny import Family, make_tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -245,3 +245,32 @@ def test_streams_go_on_when_their_decode_server_is_killed(victim: int, farm: Far
     assert retries >= 4 * (victim + 1), "the kill must have hit streams"
     assert_idle(farm.prefill, farm.decodes[1 - victim], deadline_s=60)
     farm.start_again(victim)
+
+
+def test_a_stream_waits_until_the_other_pair_has_its_weights(tmp_path: Path) -> None:
+    """The other decode server has other weights when the stream breaks, and the former ones seconds later."""
+    models = [make_tiny("llama", tmp_path / name, seed=seed) for seed, name in enumerate("ab")]
+
+    def update(server: Server, model: Path, version: str) -> None:
+        body = {"model_path": str(model), "weight_version": version}
+        answer = requests.post(f"{server.url}/update_weights_from_disk", json=body, timeout=120)
+        assert answer.status_code == 200, answer.text
+
+    with contextlib.ExitStack() as stack:
+        farm = Farm(str(models[0]), *FLAGS, "--weight-version", "first", stack=stack)
+        path, body = CALLS["seeded"]
+        expected = gist(path, events(farm.router.url, path, body))
+        update(farm.decodes[1], models[1], "second")
+
+        def num_retries() -> float:
+            return farm.router.metrics()["pdserve_router_retries_total"]
+
+        def act() -> None:
+            farm.decodes[0].kill()
+            before = num_retries()
+            until(lambda: num_retries() >= before + 3, 30, "the other pair refuses")
+            update(farm.decodes[1], models[0], "first")
+
+        assert_same(["seeded"], cut_in(farm.router.url, ["seeded"], act), {"seeded": expected})
+        assert farm.router.metrics()["pdserve_router_stream_retries_total"] >= 1
+        assert_idle(farm.prefill, farm.decodes[1], deadline_s=60)

@@ -16,7 +16,7 @@ import requests
 from safetensors.torch import load_file, save
 
 from tests.e2e.harness import assert_idle, running_monolith, running_pair
-from tests.e2e.test_weights import FLAGS, Load, Models, check
+from tests.e2e.test_weights import FLAGS, TWO, Load, Models, check
 from tests.trainer import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -59,7 +59,7 @@ def test_tensors_arrive_in_a_body(models: Models) -> None:
         assert_idle(server)
 
 
-@pytest.mark.parametrize("flags", [("--tp-size", "2"), ("--pp-size", "2"), ("--dp-size", "2")], ids=str)
+@pytest.mark.parametrize("flags", [("--tp-size", "2"), ("--pp-size", "2"), ("--dp-size", "2"), TWO], ids=str)
 def test_tensors_arrive_in_shared_memory_of_several_ranks(flags: tuple[str, ...], models: Models) -> None:
     with running_monolith(str(models.paths[0]), *FLAGS, *flags, "--weight-version", "first") as server:
 
@@ -76,9 +76,9 @@ def test_tensors_arrive_in_shared_memory_of_several_ranks(flags: tuple[str, ...]
         assert_idle(server)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_trainer_sends_to_both_servers_of_a_pair(num_ranks: int, models: Models) -> None:
-    flags = (*FLAGS, "--weight-version", "first", "--tp-size", str(num_ranks))
+@pytest.mark.parametrize("split", [(), ("--tp-size", "2"), ("--dp-size", "2"), TWO], ids=str)
+def test_a_trainer_sends_to_both_servers_of_a_pair(split: tuple[str, ...], models: Models) -> None:
+    flags, num_ranks = (*FLAGS, "--weight-version", "first", *split), 2 if split else 1
     with running_pair(str(models.paths[0]), *flags) as pair:
         tensors = tensors_of(models, 1)
         names, port, world_size = sorted(tensors), free_port(), 1 + 2 * num_ranks

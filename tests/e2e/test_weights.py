@@ -141,10 +141,15 @@ def test_a_monolith_changes_its_weights_under_load(models: Models, flags: str) -
         assert_idle(server)
 
 
+TWO = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
+FOUR = ("--tp-size", "4", "--dp-size", "2", "--enable-dp-attention")
 MOVING = ("--ep-num-redundant-experts", "2", "--enable-eplb", "--eplb-rebalance-num-iterations", "4")
 EXPERTS = {
     "ep": ("--tp-size", "2", "--ep-size", "2"),
     "eplb": ("--tp-size", "2", "--ep-size", "2", *MOVING),
+    "dp attention": TWO,
+    "dp attention, experts move": (*TWO, "--ep-size", "2", *MOVING, "--no-disable-overlap-schedule"),
+    "dp attention of four ranks, experts move": (*FOUR, "--ep-size", "4", *MOVING),
 }
 
 

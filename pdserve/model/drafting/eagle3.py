@@ -33,7 +33,7 @@ from pdserve.model.interface import LayerTaps, Model
 from pdserve.model.layers.dense import Linear, VocabEmbedding, vocab_rows
 from pdserve.model.layers.kernels import Kernels
 from pdserve.model.named_weights import MemoryRange
-from pdserve.model.params import Param, WeightSamples
+from pdserve.model.params import Param, ParamSlots, WeightSamples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +126,11 @@ class Eagle3Head:
     def num_weights(self) -> int:
         """See `DraftModel.num_weights`."""
         return weights_read(self._spec.layer) + self._spec.num_inputs * self.hidden_size
+
+    @property
+    def params(self) -> ParamSlots:
+        """See `DraftModel.params`."""
+        return self._layer.params
 
     @property
     def num_bytes(self) -> int:

@@ -21,7 +21,7 @@ from pdserve.model.config import ModelSpec
 from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.named_weights import MemoryRange
 from pdserve.model.parallel import Parallel
-from pdserve.model.params import WeightSamples
+from pdserve.model.params import ParamSlots, WeightSamples
 
 Bind = Callable[[KVPool], AttentionBackend]
 """Binds a draft model's layers to their pool, and returns their attention."""
@@ -70,6 +70,11 @@ class DraftModel(Protocol):
     @property
     def num_weights(self) -> int:
         """Weights of linear layers that `forward` reads for one token, of all ranks together, the head's included."""
+        ...
+
+    @property
+    def params(self) -> ParamSlots:
+        """This rank's weights, without those of the target."""
         ...
 
     @property

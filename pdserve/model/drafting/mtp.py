@@ -130,6 +130,11 @@ class MTPModule:
         return weights_read(self._layer.spec) + 2 * self.hidden_size**2
 
     @property
+    def params(self) -> ParamSlots:
+        """See `DraftModel.params`."""
+        return self._layer.params
+
+    @property
     def num_bytes(self) -> int:
         """See `DraftModel.num_bytes`."""
         return self._layer.params.num_bytes

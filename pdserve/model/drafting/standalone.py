@@ -16,7 +16,7 @@ from pdserve.model.drafting.interface import Bind, Drafted, draft_group, likelie
 from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.interface import Model
 from pdserve.model.named_weights import MemoryRange
-from pdserve.model.params import WeightSamples
+from pdserve.model.params import ParamSlots, WeightSamples
 
 
 class StandaloneDraftModel:
@@ -57,6 +57,11 @@ class StandaloneDraftModel:
     def num_weights(self) -> int:
         """See `DraftModel.num_weights`."""
         return weights_read(self._model.spec)
+
+    @property
+    def params(self) -> ParamSlots:
+        """See `DraftModel.params`."""
+        return self._model.params
 
     @property
     def num_bytes(self) -> int:

@@ -201,9 +201,9 @@ class Attempt:
         if self._upstream is None or self._upstream.worker is worker:
             self._end(ConnectionFailed(worker, reason, lost=True))
 
-    def abort(self) -> None:
-        """End the attempt, because the router shuts down."""
-        self._end(SHUTTING_DOWN)
+    def abort(self, why: Failure = SHUTTING_DOWN) -> None:
+        """End the attempt, by default because the router shuts down."""
+        self._end(why)
 
     def answers(self, upstream: WorkerStream) -> None:
         """Register decode's answer, so that `lost` and `abort` can end it."""
@@ -279,6 +279,12 @@ class Drain:
         self.closed = self.is_aborted = True
         for one in list(self.attempts):
             one.abort()
+
+    def end(self, rid: str, why: Failure) -> None:
+        """End the attempts of the request with the name `rid`."""
+        for one in list(self.attempts):
+            if rid in one.rids:
+                one.abort(why)
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:

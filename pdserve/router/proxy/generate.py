@@ -8,6 +8,7 @@ A response of `/v1/responses` in the background is answered by a task, see `_rea
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import math
@@ -30,6 +31,7 @@ from pdserve.router.http import BODY, REQUEST_ID, REQUEST_ID_HEADER, CallTrace, 
 from pdserve.router.proxy.attempts import SHUTTING_DOWN, Drain
 from pdserve.router.proxy.dispatch import Dispatcher, ProxiedCall
 from pdserve.router.proxy.relay import TakingWriter, failure_response, late_error, pass_on, relay, whole_answer
+from pdserve.router.proxy.sessions import RouterSessions, attending, with_turn
 from pdserve.router.proxy.stored_responses import StoredResponses, recorded
 from pdserve.router.workers.admission import Admission
 from pdserve.router.workers.metrics import RouterMetrics
@@ -104,6 +106,7 @@ class GenerateHandler:
         drain: Drain,
         tracing: Tracing | None,
         responses: StoredResponses,
+        sessions: RouterSessions,
     ) -> None:
         self._config = config
         self._dispatcher = dispatcher
@@ -115,6 +118,7 @@ class GenerateHandler:
         self._drain = drain
         self._tracing = tracing
         self._responses = responses
+        self._sessions = sessions
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Generate: send the request to a pair and relay decode's answer."""
@@ -173,14 +177,22 @@ class GenerateHandler:
                 read = functools.partial(self._read, call, request[REQUEST_ID])
                 self._responses.background.start(running, read, self._drain.call())
                 return await self._responses.show(request, running, deadline)
-            call = self._call(request, body, kept, deadline, trace)
-            async with asyncio.timeout_at(deadline) as limit, self._dispatcher.answer(call) as outcome:
+            whole, turn = await self._sessions.begin(request, body)
+            if turn is None:
+                call = self._call(request, body, kept, deadline, trace)
+            else:
+                call = self._call(request, whole, None, deadline, trace, session=body)
+            async with asyncio.timeout_at(deadline) as limit, contextlib.AsyncExitStack() as stack:
+                stack.enter_context(attending(turn))
+                outcome = await stack.enter_async_context(self._dispatcher.answer(call))
                 limit.reschedule(None)
                 if isinstance(outcome, WorkerStream) or (isinstance(outcome, WorkerResponse) and outcome.status < 400):
                     first_byte_s = self._admission.now() - begun
                     self._metrics.first_byte_seconds.labels(request.path).observe(first_byte_s)
                     self._stats.first_byte(first_byte_s)
-                return await relay(request, recorded(outcome, recording), deadline, meter)
+                outcome, reader = await with_turn(recorded(outcome, recording), turn, deadline)
+                see = None if reader is None else reader.feed
+                return await relay(request, outcome, deadline, meter, see)
         except RequestError as error:
             return refused(HttpRefusal.of(error))
         except orjson.JSONEncodeError as error:
@@ -190,11 +202,18 @@ class GenerateHandler:
             return error_response(504, text, "timeout")
 
     def _call(
-        self, request: web.Request, body: dict[str, Any], data: bytes | None, deadline: float, trace: CallTrace | None
+        self,
+        request: web.Request,
+        body: dict[str, Any],
+        data: bytes | None,
+        deadline: float,
+        trace: CallTrace | None,
+        session: dict[str, Any] | None = None,
     ) -> ProxiedCall:
+        """Return the call with `body` for the workers. `session`: the client's body, if that names a session."""
         headers = forwarded_headers(request.headers, request.remote)
         headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
-        routed = self._dispatcher.routed(request.path, body, headers)
+        routed = self._dispatcher.routed(request.path, body if session is None else session | body, headers)
         return ProxiedCall(request.path, body, data, headers, routed, deadline, trace)
 
     async def _read(self, call: ProxiedCall, request_id: str, take: Take) -> None:

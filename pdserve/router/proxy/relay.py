@@ -6,7 +6,7 @@ Owns the client's response, but not the worker's.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 import aiohttp
@@ -31,12 +31,20 @@ from pdserve.router.workers.outcome import (
 )
 
 
-async def relay(request: web.Request, outcome: Outcome, deadline: float, meter: CallMeter) -> web.StreamResponse:
-    """Send the outcome to the client; `deadline` is in the event loop's time."""
+async def relay(
+    request: web.Request,
+    outcome: Outcome,
+    deadline: float,
+    meter: CallMeter,
+    see: Callable[[bytes], None] | None = None,
+) -> web.StreamResponse:
+    """Send the outcome to the client; `deadline` is in the event loop's time. `see` gets each piece of
+    a stream before the client.
+    """
     if not isinstance(outcome, Failure):
         meter.name = outcome.worker.spec.url
     if isinstance(outcome, WorkerStream):
-        return await _relay_stream(request, outcome, deadline, meter)
+        return await _relay_stream(request, outcome, deadline, meter, see)
     return whole_answer(outcome)
 
 
@@ -62,12 +70,16 @@ def failure_response(failure: Failure) -> web.Response:
 
 
 async def _relay_stream(
-    request: web.Request, upstream: WorkerStream, deadline: float, meter: CallMeter
+    request: web.Request,
+    upstream: WorkerStream,
+    deadline: float,
+    meter: CallMeter,
+    see: Callable[[bytes], None] | None,
 ) -> web.StreamResponse:
     """Relay decode's answer chunk by chunk; a client that stops reading is disconnected at the deadline."""
     response = web.StreamResponse(status=upstream.response.status, headers=upstream.headers)
     await response.prepare(request)
-    client = _ClientWriter(response)
+    client = _ClientWriter(response, see)
     measured = meter if response.content_type in _ENDS else None
     try:
         if upstream.stream is None:
@@ -114,16 +126,19 @@ class TakingWriter:
 class _ClientWriter:
     """Writes pieces to a client. `tail`: the last two bytes; `waits`: a write has begun and not ended."""
 
-    __slots__ = ("_response", "tail", "waits")
+    __slots__ = ("_response", "_see", "tail", "waits")
 
-    def __init__(self, response: web.StreamResponse) -> None:
+    def __init__(self, response: web.StreamResponse, see: Callable[[bytes], None] | None) -> None:
         self._response = response
+        self._see = see
         self.tail = b""
         self.waits = False
 
     async def write(self, piece: bytes) -> None:
         """Write a piece, which may be empty; waits while the client does not read."""
         if piece:
+            if self._see is not None:
+                self._see(piece)
             self.waits = True
             await self._response.write(piece)
             self.waits = False

@@ -28,6 +28,8 @@ GENERATE_TIMEOUT_S = 30.0
 MAX_EXTRA_S = 600.0
 UPDATE_TIMEOUT_S = 4000.0
 """For a load, and the time that requests have to end by default."""
+MAX_DRAIN_S = 86_400.0
+"""A worker refuses a longer `drain_timeout_secs`."""
 UPDATE_FROM_DISK_PATH = "/update_weights_from_disk"
 UPDATE_FROM_TENSOR_PATH = "/update_weights_from_tensor"
 UPDATES = (UPDATE_FROM_DISK_PATH, UPDATE_FROM_TENSOR_PATH, "/update_weight_version")
@@ -53,19 +55,28 @@ class WorkerFanout:
 
         A worker that refuses the key is passed over. Its 401 is the answer only if the key is the client's.
         """
-        body = request[BODY]
+        found = await self._first(request, request[BODY])
+        if found is None:
+            return error_response(503, "no healthy worker", "no_worker", RETRY_AFTER)
+        if found.status == 401 and self._own_headers(request.method, request.path, found.worker):
+            text = f"the worker {found.worker.spec.url} refuses the router's key (--worker-api-key)"
+            return error_response(502, text, "worker_key_refused")
+        return web.Response(status=found.status, headers=found.headers, body=found.body)
+
+    async def query(self, request: web.Request, path: str, body: bytes) -> WorkerResponse | None:
+        """POST `body` to `path` of one usable worker on behalf of `request`; None if none answers, or takes the key."""
+        found = await self._first(request, body, path)
+        return None if found is not None and found.status == 401 else found
+
+    async def _first(self, request: web.Request, body: bytes, path: str | None = None) -> WorkerResponse | None:
+        """Return the answer of the first worker that takes the key, else a 401; None if no worker answers."""
         refusal: WorkerResponse | None = None
         for worker in self._preferred():
-            found = await self._call(request, worker, body)
+            found = await self._call(request, worker, body, path=path)
             if found is not None and found.status != 401:
-                return web.Response(status=found.status, headers=found.headers, body=found.body)
+                return found
             refusal = found or refusal
-        if refusal is None:
-            return error_response(503, "no healthy worker", "no_worker", RETRY_AFTER)
-        if not self._own_headers(request, refusal.worker):
-            return web.Response(status=401, headers=refusal.headers, body=refusal.body)
-        text = f"the worker {refusal.worker.spec.url} refuses the router's key (--worker-api-key)"
-        return error_response(502, text, "worker_key_refused")
+        return refusal
 
     async def server_info(self, request: web.Request) -> web.Response:
         """Return one decode worker's facts at the top level, and the facts of all workers by role."""
@@ -148,29 +159,29 @@ class WorkerFanout:
 
     async def update_weights(self, request: web.Request) -> web.Response:
         """Change the weights of all healthy workers: all prepare them first, so that they change at about one time."""
-        try:
-            fields = orjson.loads(request[BODY])
-        except orjson.JSONDecodeError:
-            fields = None
+        fields = _parsed(request[BODY])
         if not isinstance(fields, dict):
             return error_response(400, "the body must be a JSON object", "bad_request")
+        try:
+            prepare = orjson.dumps(fields | {"prepare_only": True})
+        except orjson.JSONEncodeError:
+            return error_response(400, "the body is nested too deeply", "invalid_json")
         workers = self._alive()
         if not workers:
             return error_response(503, "no healthy worker", "no_worker", RETRY_AFTER)
         drain_s = fields.get("drain_timeout_secs")
-        timeout_s = UPDATE_TIMEOUT_S + (drain_s if isinstance(drain_s, int | float) else 0)
+        timeout_s = UPDATE_TIMEOUT_S + min(max(drain_s if isinstance(drain_s, int | float) else 0, 0), MAX_DRAIN_S)
         if request.path in (UPDATE_FROM_DISK_PATH, UPDATE_FROM_TENSOR_PATH):
-            body = orjson.dumps(fields | {"prepare_only": True})
-            prepared = await asyncio.gather(*(self._call(request, worker, body, timeout_s) for worker in workers))
+            prepared = await asyncio.gather(*(self._call(request, worker, prepare, timeout_s) for worker in workers))
             if fields.get("prepare_only") or max(_statuses(workers, prepared).values()) >= 400:
                 return _answer_of_all(workers, prepared)
         calls = (self._call(request, worker, request[BODY], timeout_s) for worker in workers)
         return _answer_of_all(workers, await asyncio.gather(*calls))
 
-    def _own_headers(self, request: web.Request, worker: Worker) -> dict[str, str]:
+    def _own_headers(self, method: str, path: str, worker: Worker) -> dict[str, str]:
         """Return the header with the router's own key for `worker`; empty: the client's header is forwarded."""
         access = self._config.access
-        command = is_admin(request.method, request.path)
+        command = is_admin(method, path)
         return own_headers(worker, access.admin_key_for_workers if command else access.key_for_workers)
 
     def _preferred(self) -> list[Worker]:
@@ -197,14 +208,20 @@ class WorkerFanout:
         return parsed if isinstance(parsed, dict) else {"error": f"not an object: {type(parsed).__name__}"}
 
     async def _call(
-        self, request: web.Request, worker: Worker, body: bytes | None, timeout_s: float | None = None
+        self,
+        request: web.Request,
+        worker: Worker,
+        body: bytes | None,
+        timeout_s: float | None = None,
+        *,
+        path: str | None = None,
     ) -> WorkerResponse | None:
-        """Send the same request to a worker; None if it does not answer."""
+        """Send the same request to a worker, or `body` to another `path`; None if it does not answer."""
         timeout = _patience(request) if timeout_s is None else aiohttp.ClientTimeout(total=timeout_s)
         headers: CIMultiDict[str] = forwarded_headers(request.headers, request.remote)
         headers.popall("Accept-Encoding", None)
-        headers.update(self._own_headers(request, worker))
-        url = URL(worker.spec.url + request.path_qs, encoded=True)  # the path as it was checked
+        headers.update(self._own_headers(request.method, path or request.path, worker))
+        url = URL(worker.spec.url + (path or request.path_qs), encoded=True)  # the path as it was checked
         try:
             async with self._session.request(
                 request.method, url, data=body, headers=headers, timeout=timeout, allow_redirects=False

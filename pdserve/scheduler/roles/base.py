@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Literal, Protocol
 
+from pdserve.errors import RequestError
 from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
 from pdserve.protocol.engine_state import WaitsFor
 from pdserve.protocol.failure import RUNNING_TIMEOUT, Failure
@@ -60,6 +61,13 @@ def can_recompute(failure: Failure) -> bool:
     """
     is_excluded = failure.code in ("prompt_mismatch", "lora_mismatch", "weights_mismatch", EVICTED_CODE)
     return failure.retryable and failure.status >= 500 and not is_excluded
+
+
+def refuse_incoming(req: Req) -> None:
+    """Raise RequestError, 409, for a request of another decode server: this one changed its role meanwhile."""
+    if req.is_incoming or req.spec.taken_over:
+        message = "disaggregation_mode: this is no decode server any more"
+        raise RequestError(message, field="disaggregation_mode", status=409, code="not_migratable")
 
 
 def received_timing(req: Req) -> RequestTiming:

@@ -13,7 +13,7 @@ from pdserve.protocol.messages import RequestTiming
 from pdserve.scheduler.batch_planner import BatchPlanner
 from pdserve.scheduler.context import SchedulerContext, validate_fits
 from pdserve.scheduler.request import Req, WaitingQueue
-from pdserve.scheduler.roles.base import MixedBatchRole, Queued
+from pdserve.scheduler.roles.base import MixedBatchRole, Queued, refuse_incoming
 from pdserve.scheduler.step_log import DecodeStepLog
 
 
@@ -26,6 +26,7 @@ class MonolithRole(MixedBatchRole):
 
     def admit(self, req: Req) -> None:
         """See `SchedulerRole.admit`."""
+        refuse_incoming(req)
         validate_fits(self._context, req.max_len)
         self.live[req.rid] = req
         self._waiting.add(req, resumed=req.saved is not None)

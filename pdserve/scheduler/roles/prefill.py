@@ -36,6 +36,7 @@ from pdserve.scheduler.roles.base import (
     PollFailures,
     Queued,
     TransferPhase,
+    refuse_incoming,
 )
 from pdserve.scheduler.roles.optimistic import ComputedPrompt, OptimisticLimits, OptimisticPrefill
 from pdserve.transfer.aux import MAX_FIRST_DRAFTS, AuxRecord
@@ -78,6 +79,7 @@ class PrefillRole(BaseRole):
         room = req.spec.room
         if room is None:
             raise RequestError("a prefill server needs bootstrap_room", field="bootstrap_room")
+        refuse_incoming(req)
         validate_fits(self._context, req.num_input_tokens)
         digest = prompt_digest(req.spec.given_ids, req.adapter_digest)
         req.sender = self._kv.open_sender(room.room, room.host, digest, req.num_input_tokens)

@@ -343,6 +343,7 @@ class EngineClient:
         for rid in self._live.find(None):
             self._drop(rid, "abort").generation.fail(error)
             self._send_soon(AbortRequest(rid=rid))
+        self.incoming.end_all(error)
 
     def _close(self, generation: Generation) -> None:
         for rid in self._live.of(generation):

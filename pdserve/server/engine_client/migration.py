@@ -125,6 +125,18 @@ class IncomingRequests:
         if not entry.has_ended and not any(output.finish is not None for output in entry.outputs):
             self._abort(rid)
 
+    def end_all(self, error: PdserveError) -> None:
+        """End all requests with `error`, which their readers get, and those that wait for one."""
+        if isinstance(error, RequestError):
+            failure = Failure.from_error(error)
+        else:
+            failure = Failure(code="aborted", message=str(error), status=503)
+        for rid, entry in list(self._requests.items()):
+            entry.put(EngineCoreOutput(rid=rid, token_ids=[], finish=FinishReason.failed(failure)))
+            self._abort(rid)
+            if entry.has_begun and not entry.is_attached:
+                self.drop(rid)
+
     def attach(self, rid: str, field: str) -> IncomingRequest:
         """Give the request to a reader; there is one at most.
 

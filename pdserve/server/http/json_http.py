@@ -11,11 +11,9 @@ import contextlib
 import dataclasses
 import json
 import logging
-import re
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
-import msgspec
 import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -26,8 +24,9 @@ from pdserve.base.log import current_request_id
 from pdserve.base.stream_state import DONE
 from pdserve.errors import PdserveError, RequestError
 from pdserve.http.access import CONTINUING, GENERATING, TOO_MANY_VALUES, BodyBudget, has_too_many_values
-from pdserve.http.error_forms import ANTHROPIC_PATHS, error_event
+from pdserve.http.error_forms import ANTHROPIC_PATHS, converted_error, error_event
 from pdserve.http.errors import HttpRefusal, error_object
+from pdserve.http.errors import convert as convert
 from pdserve.server.generation import Generation, GenerationUpdate
 
 
@@ -52,10 +51,11 @@ async def _on_http_exception(_: Request, error: Exception) -> Response:
     return json_response(body, status=error.status_code, headers=dict(error.headers or {}))
 
 
-async def _on_bug(_: Request, error: Exception) -> Response:
-    return json_response(
-        error_object(f"internal error: {type(error).__name__}", 500, code="internal_error"), status=500
-    )
+async def _on_bug(request: Request, error: Exception) -> Response:
+    """Answer in the form of the API at the path: this handler runs outside of `ErrorFormMiddleware`."""
+    body = orjson.dumps(error_object(f"internal error: {type(error).__name__}", 500, code="internal_error"))
+    data = converted_error(request.url.path, body, request.headers.get("x-request-id"))
+    return Response(data, status_code=500, media_type="application/json")
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -78,9 +78,6 @@ BODIES = "pdserve.bodies"
 """Key in a request's ASGI scope of the application's `BodyBudget`; set by `AccessMiddleware`."""
 EXPLAINED_BYTES = 1 << 20
 """Larger bodies are not parsed again to accept `NaN`: Python's own parser takes many times as long."""
-
-_PATH = re.compile(r" - at `(?:key in )?\$\.?(.*)`$")
-_UNKNOWN = re.compile(r"unknown field `(.*?)`")
 
 
 def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -155,24 +152,6 @@ def _parse(data: bytes) -> Any:
     except (ValueError, RecursionError, TypeError) as error:
         raise malformed from error
     return value
-
-
-def convert(value: Any, kind: type[T], *, prefix: str = "", text_keys: bool = False) -> T:
-    """Convert `value` to the msgspec struct `kind`. `text_keys`: numbers that are keys come as text, as in all JSON.
-
-    Raises:
-        RequestError: 400 naming the field (as a path, e.g. `sampling_params.top_k`) that has the wrong type.
-    """
-    try:
-        return msgspec.convert(value, kind, str_keys=text_keys)
-    except msgspec.ValidationError as error:
-        text = str(error)
-        path = _PATH.search(text)
-        inner = path.group(1) if path is not None else ""
-        unknown = _UNKNOWN.search(text)
-        names = (prefix, inner, unknown.group(1) if unknown is not None else "")
-        field = ".".join(name for name in names if name)
-        raise RequestError(f"{field}: {_PATH.sub('', text)}", field=field or None) from error
 
 
 def refuse_unsupported(body: dict[str, Any], names: Iterable[str], *, prefix: str = "") -> dict[str, Any]:

@@ -57,9 +57,12 @@ may be in flight."""
 POLL_S = 0.02
 HELD = (
     *("reqs_live", "pages_held_remote", "pages_held_send", "control_unacked"),
-    *("keys_published", "keys_early", "keys_writing"),
+    *("keys_published", "keys_writing"),
 )
-"""Counts in `EngineState.memory` that are 0 when no request, page hold or control message of a peer is open."""
+"""Counts in `EngineState.memory` that are 0 when no request, page hold or control message of a peer is open.
+
+`keys_early` is none of them: there a peer waits for a request that this server refuses, and holds nothing here.
+"""
 
 
 def nothing() -> None:

@@ -18,6 +18,7 @@ from fastapi.responses import Response
 
 from pdserve.errors import RequestError
 from pdserve.http.access import GENERATE_PATH
+from pdserve.http.session_store import SessionTurn
 from pdserve.observe.speculation import request_fields
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.messages import GenerateRequest
@@ -49,7 +50,6 @@ from pdserve.server.request.intake import (
 )
 from pdserve.server.request.sampling_fields import NativeNames, RequestLimits, check_listed, count_n, native_sampling
 from pdserve.server.request.schemas import UNSUPPORTED_NATIVE, GenerateBody, NativeSampling
-from pdserve.server.session_store import SessionTurn
 from pdserve.server.sglang_api.hidden_states import hidden_states, with_hidden_states
 from pdserve.server.sglang_api.input_embeds import FIELD as EMBEDS_FIELD
 from pdserve.server.sglang_api.input_embeds import check_embeds_alone, embeds_of, is_batch, placeholders, with_embeds
@@ -146,7 +146,7 @@ class GenerateCall:
                 return await stream_response(request, self._events(request, generation))
             updates = await until_disconnect(request, collect(generation, len(self.states), self.before(generation)))
             if self.turn is not None:
-                self.turn.ended(updates[0])
+                self.turn.ended(updates[0].token_ids)
             if sum(update.num_part_tokens for update in updates) > LARGE:
                 return await asyncio.to_thread(self._whole, updates)
             return self._whole(updates)
@@ -183,7 +183,7 @@ class GenerateCall:
                     update.take_cached(before)
                 total.absorb(update)
                 if self.turn is not None and update.finish is not None:
-                    self.turn.ended(total)
+                    self.turn.ended(total.token_ids)
                 if not update.token_ids and update.finish is None:
                     continue  # only a part of the prompt's log probabilities
                 if update.index not in inputs:

@@ -27,7 +27,7 @@ from pdserve.protocol.messages import CommandReply
 from pdserve.server.context import ServerContext
 from pdserve.server.http.drain_gate import DrainGate
 from pdserve.server.http.json_http import convert, json_response, read_json_object
-from pdserve.server.request.schemas import MemoryTagsBody, WeightNameBody
+from pdserve.server.request.weights_bodies import MemoryTagsBody, WeightNameBody
 from pdserve.server.sglang_api.commands import COMMAND_TIMEOUT_S
 from pdserve.server.sglang_api.health import RELEASED_CODE, is_released
 

@@ -31,6 +31,7 @@ from pdserve.server.context import ServerContext
 from pdserve.server.engine_client.live_requests import RequestState
 from pdserve.server.engine_client.migration import IncomingRequest
 from pdserve.server.generation import to_wire
+from pdserve.server.http.drain_gate import DrainGate
 from pdserve.server.http.json_http import convert, event, json_response, read_json_object, stream_response
 from pdserve.server.migration_client import FAILED, NO_CACHE, MigrateStreamBody, MigrationClient, TakeInBody, base_url
 from pdserve.server.request.incoming import check_incoming
@@ -52,11 +53,15 @@ class MigratedError(RequestError):
 
 
 class Migrations:
-    """The endpoints. `client` calls other servers; the application closes it."""
+    """The endpoints. `client` calls other servers; the application closes it.
 
-    def __init__(self, context: ServerContext, client: MigrationClient) -> None:
+    `gate`: a server that drains takes no requests of others, and waits for those that it has taken.
+    """
+
+    def __init__(self, context: ServerContext, client: MigrationClient, gate: DrainGate) -> None:
         self._context = context
         self._client = client
+        self._gate = gate
         self._moving: dict[str, asyncio.Task[dict[str, Any]]] = {}
         """Migrations from here that have not ended, by the rid of the request in the scheduler."""
         self._name = secrets.token_hex(16)
@@ -134,7 +139,9 @@ class Migrations:
             raise RequestError("this server has no prefix cache to take a prefix", status=409, code=NO_CACHE)
         if spec.lora is not None and spec.lora not in context.adapters:
             raise context.no_such_model(spec.lora, field="lora_path")
-        await context.client.take_in(spec, body.timeout_s)
+        self._gate.require_open()
+        with self._gate.call():
+            await context.client.take_in(spec, body.timeout_s)
         return json_response({"success": True, "rid": spec.rid})
 
     def _check_recomputed(self, body: TakeInBody) -> None:
@@ -157,10 +164,11 @@ class Migrations:
         return await stream_response(request, self._events(entry))
 
     async def _events(self, entry: IncomingRequest) -> AsyncGenerator[bytes, None]:
-        async for output in self._context.client.incoming.read(entry):
-            if output.logprobs is not None:
-                output = msgspec.structs.replace(output, logprobs=to_wire(output.logprobs))
-            yield event(msgspec.to_builtins(output))
+        with self._gate.call():
+            async for output in self._context.client.incoming.read(entry):
+                if output.logprobs is not None:
+                    output = msgspec.structs.replace(output, logprobs=to_wire(output.logprobs))
+                yield event(msgspec.to_builtins(output))
 
     async def _move(self, state: RequestState, url: URL, *, attach: bool) -> dict[str, Any]:
         """Move a request. Raises RequestError when it goes on here."""

@@ -30,7 +30,7 @@ from pdserve.http.errors import error_object
 from pdserve.protocol.weights import JoinGroup, LeaveGroup, PrepareTensors, SentTensor
 from pdserve.server.context import ServerContext
 from pdserve.server.http.json_http import convert, json_response, read_json_object
-from pdserve.server.request.schemas import (
+from pdserve.server.request.weights_bodies import (
     LeaveGroupBody,
     WeightsFromDistributedBody,
     WeightsFromTensorBody,
@@ -61,7 +61,7 @@ async def update_weights_from_tensor(context: ServerContext, request: Request) -
             field="serialized_named_tensors",
         )
     body = convert(given, WeightsFromTensorBody)
-    _check_common(context, body.load_format, flush_cache=body.flush_cache)
+    _check_load_format(context, body.load_format)
     texts, names = _listed(body.tensors, "tensors"), _listed(body.shared_memory, "shared_memory")
     if bool(texts) is bool(names):
         raise RequestError("give either tensors or shared_memory", field="tensors")
@@ -81,10 +81,7 @@ async def update_weights_from_tensor(context: ServerContext, request: Request) -
         return await run_update(
             context,
             Preparation(key, lambda i: PrepareTensors(query_id=i, files=tuple(files))),
-            body.weight_version,
-            abort_all=body.abort_all_requests,
-            keep_pause=body.keep_pause,
-            drain_s=body.drain_timeout_secs,
+            body,
             prepare_only=body.prepare_only,
         )
 
@@ -92,25 +89,20 @@ async def update_weights_from_tensor(context: ServerContext, request: Request) -
 async def update_weights_from_distributed(context: ServerContext, request: Request) -> Response:
     """Replace tensors by those that the trainer of a group broadcasts."""
     body = convert(await read_json_object(request, context.max_body_bytes), WeightsFromDistributedBody)
-    _check_common(context, body.load_format, flush_cache=body.flush_cache)
+    _check_load_format(context, body.load_format)
     sent = _sent(body)
     group = _group_name(body.group_name)
     return await run_update(
         context,
         Preparation(object(), lambda i: PrepareTensors(query_id=i, group=group, sent=sent)),
-        body.weight_version,
-        abort_all=body.abort_all_requests,
-        keep_pause=body.keep_pause,
-        drain_s=body.drain_timeout_secs,
+        body,
     )
 
 
 async def init_weights_update_group(context: ServerContext, request: Request) -> Response:
     """Join a group of torch.distributed, whose rank 0 is the trainer; answers when all its members have met."""
     body = convert(await read_json_object(request, context.max_body_bytes), WeightsGroupBody)
-    if context.config.parallel.dp_size > 1:
-        raise RequestError("with --dp-size above 1 this server joins no group", field="rank_offset")
-    ranks = context.config.parallel.shape.num_ranks
+    ranks = context.config.parallel.shape.num_ranks * context.config.parallel.dp_size
     host = body.master_address
     if not re.fullmatch(r"[A-Za-z0-9_.:\-\[\]]{1,255}", host):
         raise RequestError("master_address must be a host name or an address", field="master_address")
@@ -160,15 +152,10 @@ async def _group_command(context: ServerContext, make: Any, timeout_s: float, do
     return json_response({"success": True, "message": done})
 
 
-def _check_common(context: ServerContext, load_format: str | None, *, flush_cache: bool) -> None:
-    """Check fields that both updates have."""
+def _check_load_format(context: ServerContext, load_format: str | None) -> None:
     context.client.require_ready()
     if load_format not in (None, "auto"):
         raise RequestError(f"load_format {load_format!r} is not supported; leave it out", field="load_format")
-    if flush_cache is False:
-        raise RequestError(
-            "flush_cache: false is not supported: cached KV belongs to the former weights", field="flush_cache"
-        )
 
 
 def _listed(given: str | list[str] | None, field: str) -> list[str]:
@@ -233,7 +220,7 @@ def _object_path(name: str, most_bytes: int) -> str:
 def _most_bytes(context: ServerContext) -> int:
     """Return the most bytes that an object with all weights may have: float32 of weights in 16 bits, and some more."""
     own = context.client.require_ready().facts.get("weight_bytes")
-    ranks = context.config.parallel.shape.num_ranks
+    ranks = context.config.parallel.shape.num_ranks * context.config.parallel.num_sharing
     return _SLACK_BYTES + (2 * int(own) * ranks if isinstance(own, int | float) else 0)
 
 

@@ -11,16 +11,17 @@ from fastapi.responses import Response
 
 from pdserve.errors import RequestError
 from pdserve.http.credentials import authorization_of
-from pdserve.server.context import ServerContext
-from pdserve.server.http.json_http import convert, json_response, read_json_object
-from pdserve.server.session_store import (
+from pdserve.http.session_store import (
     CloseSessionBody,
     OpenSessionBody,
     OpenSessions,
     SessionFields,
     SessionTurn,
+    check_alone,
     required,
 )
+from pdserve.server.context import ServerContext
+from pdserve.server.http.json_http import convert, json_response, read_json_object
 
 
 async def open_session(context: ServerContext, request: Request) -> Response:
@@ -52,8 +53,7 @@ def begin_turn(
     field = "session_params"
     store = _store(context, field)
     params = convert(given, SessionFields, prefix=field)
-    if len(prompts) != 1 or n != 1:
-        raise RequestError(f"{field} needs one prompt and n=1", field=field)
+    check_alone(len(prompts), n)
     if rid is not None and not isinstance(rid, str):
         raise RequestError("rid must be text for a request of a session", field="rid")
     owner = "" if request is None else _owner(context, request)
@@ -63,9 +63,7 @@ def begin_turn(
     turn = session.begin(params, rid or secrets.token_hex(16), prompts[0], bos)
     prompt = turn.prompt
     num_chars = len(prompt) if tokenizer is None else len(tokenizer.decode(prompt, skip_special=False))
-    if num_chars > session.most_chars:
-        message = f"the prompt has {num_chars} characters with its session, whose capacity is {session.most_chars}"
-        raise RequestError(f"{field}: {message}", field=field, code="session_capacity_exceeded")
+    session.check_chars(num_chars)
     store.check_room(len(prompt))
     return turn
 
@@ -73,7 +71,7 @@ def begin_turn(
 def _store(context: ServerContext, field: str) -> OpenSessions:
     """Return the sessions of this server. Raises RequestError, 400 naming `field`, if it has none."""
     if context.mode != "null" or context.sessions is None:
-        message = f"{field}: a {context.mode} server has no sessions; they need a server without disaggregation"
+        message = f"{field}: a {context.mode} server has no sessions; open them at pdserve's router"
         raise RequestError(message, field=field, code="unsupported")
     return context.sessions
 

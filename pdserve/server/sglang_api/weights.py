@@ -24,7 +24,7 @@ from pdserve.protocol.messages import CommandReply, PauseGeneration
 from pdserve.protocol.weights import EndWeightsUpdate, HoldRequests, InstallWeights, PrepareWeights, WeightsCommand
 from pdserve.server.context import ServerContext, WeightsChange
 from pdserve.server.http.json_http import convert, json_response, read_json_object
-from pdserve.server.request.schemas import WeightsFromDiskBody, WeightVersionBody
+from pdserve.server.request.weights_bodies import WeightsFromDiskBody, WeightsUpdateBody, WeightVersionBody
 from pdserve.server.sglang_api.commands import COMMAND_TIMEOUT_S
 
 LOAD_TIMEOUT_S = 3600.0
@@ -63,10 +63,6 @@ async def update_weights_from_disk(context: ServerContext, request: Request) -> 
     body = convert(await read_json_object(request, context.max_body_bytes), WeightsFromDiskBody)
     if not body.model_path.strip() or "\0" in body.model_path:
         raise RequestError("model_path must be the path of a model", field="model_path")
-    if body.flush_cache is False:
-        raise RequestError(
-            "flush_cache: false is not supported: cached KV belongs to the former weights", field="flush_cache"
-        )
     if body.load_format not in (None, "auto", "dummy"):
         raise RequestError(f"load_format must be auto or dummy, got {body.load_format!r}", field="load_format")
     if body.manifest is not None:
@@ -78,10 +74,7 @@ async def update_weights_from_disk(context: ServerContext, request: Request) -> 
             (body.model_path, load_format),
             lambda i: PrepareWeights(query_id=i, model_path=body.model_path, load_format=load_format),
         ),
-        body.weight_version,
-        abort_all=body.abort_all_requests,
-        keep_pause=body.keep_pause,
-        drain_s=body.drain_timeout_secs,
+        body,
         prepare_only=body.prepare_only,
     )
 
@@ -100,27 +93,28 @@ async def update_weight_version(context: ServerContext, request: Request) -> Res
 async def run_update(
     context: ServerContext,
     preparation: Preparation,
-    version: str | None,
+    body: WeightsUpdateBody,
     *,
-    abort_all: bool,
-    keep_pause: bool = False,
-    drain_s: float | None = None,
     prepare_only: bool = False,
 ) -> Response:
     """Prepare, hold, install, and go on; the answer has SGLang's fields.
 
-    `version`: name of the new version; None: it stays. `drain_s`: seconds that running requests have to end; None:
-    `DRAIN_S`. `prepare_only`: what is prepared is kept for the next update. The update goes on when the client leaves.
+    `prepare_only`: what is prepared is kept for the next update. The update goes on when the client leaves.
 
     Raises:
         RequestError: 400 naming the field; 409 while another update runs; 503 while the engine starts.
     """
-    version = None if version is None else checked_version(version, "weight_version")
-    drain_s = DRAIN_S if drain_s is None else drain_s
+    if body.flush_cache is False:
+        raise RequestError(
+            "flush_cache: false is not supported: cached KV belongs to the former weights", field="flush_cache"
+        )
+    version = None if body.weight_version is None else checked_version(body.weight_version, "weight_version")
+    drain_s = DRAIN_S if body.drain_timeout_secs is None else body.drain_timeout_secs
     if not (math.isfinite(drain_s) and 0 < drain_s <= MAX_DRAIN_S):
         message = f"drain_timeout_secs must be above 0 and at most {MAX_DRAIN_S:g} seconds, got {drain_s}"
         raise RequestError(message, field="drain_timeout_secs")
-    answer = await _shielded(context, _Update(preparation, version, abort_all, drain_s, keep_pause, prepare_only))
+    update = _Update(preparation, version, body.abort_all_requests, drain_s, body.keep_pause, prepare_only)
+    answer = await _shielded(context, update)
     if not answer.ok:
         return _failed(answer.message)
     message = "Model weights are prepared." if prepare_only else "Succeeded to update model weights."

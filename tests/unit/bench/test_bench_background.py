@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from pdserve.bench.campaign import BenchPlan, BenchService, Campaign
 from pdserve.bench.client import BenchClient, BenchRecord, BenchTarget
-from pdserve.bench.load import BackgroundLoad, BenchTurn, run_load, single
+from pdserve.bench.load import BackgroundLoad, BenchTurn, Sleep, run_load, single
 from pdserve.bench.metrics import Slo, detailed, summarize, summarize_background
 from pdserve.cli import bench, bench_compare
 from pdserve.errors import ConfigError
@@ -44,8 +47,10 @@ class Endless:
         return response
 
 
-async def test_requests_that_run_at_the_end_are_cut() -> None:
-    service = Endless(3)
+@contextlib.asynccontextmanager
+async def endless(num: int) -> AsyncIterator[tuple[BenchClient, Sleep]]:
+    """A client of such a service, and a sleep that ends when `num` requests run; at the end all have gone."""
+    service = Endless(num)
     app = web.Application()
     app.router.add_post("/v1/completions", service.handle)
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
@@ -59,14 +64,19 @@ async def test_requests_that_run_at_the_end_are_cut() -> None:
         await site.start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         async with BenchClient(BenchTarget(base_url=url, model="m")) as client:
-            turns = itertools.repeat(BenchTurn(prompt=[7], output_len=9))
-            outcome = await run_load(
-                client, single([[1], [2], [3]], 9), arrivals_s=[0, 0, 0], max_concurrency=2, duration_s=5.0,
-                background=BackgroundLoad(turns=turns, concurrency=1), sleep=until_all_run,
-            )  # fmt: skip
+            yield client, until_all_run
             await asyncio.wait_for(service.all_gone.wait(), WAIT_S)
     finally:
         await runner.cleanup()
+
+
+async def test_requests_that_run_at_the_end_are_cut() -> None:
+    async with endless(3) as (client, sleep):
+        background = BackgroundLoad(turns=itertools.repeat(BenchTurn(prompt=[7], output_len=9)), concurrency=1)
+        outcome = await run_load(
+            client, single([[1], [2], [3]], 9), arrivals_s=[0, 0, 0], max_concurrency=2, duration_s=5.0,
+            background=background, sleep=sleep,
+        )  # fmt: skip
     assert len(outcome.records) == 2 and len(outcome.background) == 1, "the third one was not sent"
     assert all(one.unfinished and one.error_kind is None for one in outcome.records + outcome.background)
     assert all(one.end_s >= one.arrivals_s[-1] for one in outcome.records)
@@ -167,6 +177,12 @@ async def test_a_sweep_of_the_background_from_the_command_line(
     assert "bg TTFT p50" in capsys.readouterr().out
     bench_compare.main([str(out)])
     assert " 3           2 " in capsys.readouterr().out, "in flight, and background clients"
+
+
+async def test_a_warm_up_ends_with_the_duration_of_a_run() -> None:
+    async with endless(1) as (client, sleep):
+        plan = BenchPlan(sessions=lambda seed, point: single([[1]], 9), duration_s=5.0)
+        await Campaign(plan, [BenchService(label="a", client=client)], sleep=sleep).warm_up()
 
 
 async def test_one_run_shows_the_background(capsys: pytest.CaptureFixture[str]) -> None:

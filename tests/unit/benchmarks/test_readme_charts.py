@@ -57,9 +57,14 @@ def test_the_script_measures_each_service_and_writes_charts_results_and_commands
     monkeypatch.setattr(readme_charts, "pdserve_bench", pdserve_bench)
     monkeypatch.setattr(readme_charts, "wait_for_quiet", lambda _: False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert readme_charts.main(["--root", str(tmp_path), "--rounds", "2"]) == 0
+    kept = ["--keep", str(tmp_path / "kept")]
+    first = ["--systems", "pdserve 1P1D", "--root", str(tmp_path / "first")]
+    assert readme_charts.main([*first, "--rounds", "2", *kept]) == 0
+    assert len(loads) == 2
+    assert readme_charts.main(["--root", str(tmp_path / "all"), "--rounds", "2", *kept]) == 0, "measures three more"
+    tmp_path /= "all"
     assert [args.label for args in loads[::2]] == list(readme_charts.SERVICES.values()) and len(loads) == 8
-    interference, throughput = loads[:2]
+    throughput, interference = loads[:2]
     assert [str(point) for point in flags.points_of(interference)] == [
         "all at once, 8 in flight, 0 in the background",
         "all at once, 8 in flight, 1 in the background",

@@ -12,13 +12,14 @@ from safetensors.torch import load_file
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ParallelConfig, ServerConfig
 from pdserve.config.schedule_group import ScheduleConfig
 from pdserve.executor.factory import LoadedEngine, build_executor
-from pdserve.executor.weights import TensorInMemory, WeightsSource
+from pdserve.executor.weights import WeightsSource
 from pdserve.model.eplb import Row
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
 from pdserve.model.native.weights import Arena, Format, pack, pack_gated
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import WeightSamples
 from pdserve.model.placement import slots_of
+from pdserve.model.tensor_sources import TensorInMemory
 from tests.driver import Driver, random_prompt
 
 Precision = Literal["auto", "bfloat16", "int8"]

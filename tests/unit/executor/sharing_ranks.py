@@ -158,3 +158,16 @@ def out_of_step(parallel: Parallel) -> str:
     except RankError as error:
         return str(error)
     return ""
+
+
+def with_other_weights(parallel: Parallel) -> str:
+    """The second replica alone has other weights."""
+    group = parallel.dp_attention_group
+    group.begin(1, 1)
+    if replica_of(parallel) == 1:
+        group.change_weights()
+    try:
+        group.begin(2, 1)
+    except RankError as error:
+        return str(error)
+    return ""

@@ -18,7 +18,15 @@ from pdserve.model.params import fingerprint_of
 from tests.share import rest_slow
 from tests.tiny import VOCAB_SIZE, Family, make_tiny
 from tests.unit.executor.gang import Gang
-from tests.unit.executor.sharing_ranks import Job, Outcome, gathered, in_bfloat16, out_of_step, outcome
+from tests.unit.executor.sharing_ranks import (
+    Job,
+    Outcome,
+    gathered,
+    in_bfloat16,
+    out_of_step,
+    outcome,
+    with_other_weights,
+)
 
 ONE, TP2 = ParallelShape(), ParallelShape(tp_size=2)
 BOTH_BUSY = (Job((1, 15, 40, 90)), Job((70, 3), chunk=33, idle_rounds=2))
@@ -99,3 +107,8 @@ def test_rows_of_uneven_replicas_are_gathered_and_added_up(
 def test_ranks_in_different_rounds_are_an_error_and_no_wrong_token(gang: Gang) -> None:
     said = gang.run(ONE, out_of_step, num_sharing=2)
     assert all("not in the same round" in one for one in said), said
+
+
+def test_no_step_is_computed_with_different_weights(gang: Gang) -> None:
+    said = gang.run(ONE, with_other_weights, num_sharing=2)
+    assert all("the ranks compute with different weights" in one for one in said), said

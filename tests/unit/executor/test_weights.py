@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from pdserve.config.speculative_group import SpeculativeConfig
 from pdserve.errors import ModelError
-from pdserve.executor.weights import TensorInMemory, WeightsSource
+from pdserve.executor.weights import WeightsSource
+from pdserve.model.tensor_sources import TensorInMemory
 from tests.driver import Driver, build, random_prompt
 from tests.model_families import FAMILIES, KIMI
 from tests.mtp import write_with_mtp
@@ -150,6 +152,46 @@ def test_the_model_that_drafts_changes_with_its_target(tmp_path: Path) -> None:
     fresh = Driver(build(paths[1], dtype="bfloat16", speculative=speculative))
     driver = Driver(build(paths[0], dtype="bfloat16", speculative=speculative))
     swap(driver, WeightsSource(str(paths[1])))
+    ours, theirs = driver.built.drafter, fresh.built.drafter
+    assert ours is not None and theirs is not None and ours.weight_samples() == theirs.weight_samples()
+    assert tokens(driver) == tokens(fresh)
+
+
+def send_halves(driver: Driver, path: Path) -> None:
+    """Send all tensors of the checkpoint at `path`, each second one at a time."""
+    weights, tensors = driver.built.weights, sorted(load_file(path / "model.safetensors").items())
+    assert weights is not None
+    for half in (tensors[::2], tensors[1::2]):
+        sent = {name: TensorInMemory(tensor) for name, tensor in half}
+        swap(driver, dataclasses.replace(weights.source, read_tensors=lambda sent=sent: sent))  # type: ignore[misc]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_next", "deepseek_v32", "gpt_oss", "qwen3_moe", "gemma3_text", KIMI])
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_families_take_tensors_beside_those_in_use(
+    name: str, kernels: Literal["auto", "torch"], tmp_path: Path
+) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    wide = {"linear_key_head_dim": 16, "linear_value_head_dim": 16} if name == "qwen3_next" else {}
+    family = dataclasses.replace(FAMILIES[name], changes={**FAMILIES[name].changes, **wide})
+    for seed, path in enumerate(paths):
+        family.write(path, seed)
+    expected = [tokens(Driver(build(path, cpu_kernels=kernels, dtype="bfloat16"))) for path in paths]
+    driver = Driver(build(paths[0], cpu_kernels=kernels, dtype="bfloat16"))
+    assert tokens(driver) == expected[0] != expected[1]
+    send_halves(driver, paths[1])
+    assert tokens(driver) == expected[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_tensors_of_the_model_that_drafts_are_taken_and_stay(kernels: Literal["auto", "torch"], tmp_path: Path) -> None:
+    speculative = SpeculativeConfig(speculative_algorithm="NEXTN", speculative_num_steps=2)
+    paths = [write_with_mtp("qwen3_next", tmp_path / name, seed=seed) for seed, name in enumerate("ab")]
+    fresh = Driver(build(paths[1], dtype="bfloat16", cpu_kernels=kernels, speculative=speculative))
+    driver = Driver(build(paths[0], dtype="bfloat16", cpu_kernels=kernels, speculative=speculative))
+    send_halves(driver, paths[1])
     ours, theirs = driver.built.drafter, fresh.built.drafter
     assert ours is not None and theirs is not None and ours.weight_samples() == theirs.weight_samples()
     assert tokens(driver) == tokens(fresh)

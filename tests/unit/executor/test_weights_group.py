@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pdserve.errors import ModelError
-from pdserve.executor.weights import TensorInMemory
 from pdserve.executor.weights_group import GroupAddress, WeightsGroups
 from pdserve.model.tensor_file import tensors_in
+from pdserve.model.tensor_sources import TensorInMemory
 from pdserve.protocol.weights import SentTensor
 from tests.driver import Driver, build, random_prompt
 from tests.tiny import VOCAB_SIZE, make_tiny

@@ -25,6 +25,7 @@ from pdserve.model.layer_spec import GatedDeltaSpec, LayerNames
 from pdserve.model.layers.kernels import FastKernels
 from pdserve.model.parallel import SingleRank
 from pdserve.model.params import ParamSlots, fingerprint_of
+from pdserve.model.tensor_sources import TensorInMemory
 
 CPU = torch.device("cpu")
 HIDDEN, EPS = 24, 1e-5
@@ -41,20 +42,6 @@ class Standing(SingleRank):
 
     def __init__(self, coord: RankCoord) -> None:
         self.coord = coord
-
-
-@dataclasses.dataclass(frozen=True)
-class Stored:
-    """Implements `TensorSource`."""
-
-    tensor: Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    def read(self, part: tuple[slice, ...] | None) -> Tensor:
-        return self.tensor if part is None else self.tensor[part]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +62,7 @@ def make_rank(spec: GatedDeltaSpec, tensors: dict[str, Tensor], coord: RankCoord
     names = LayerNames()
     layer = GatedDeltaNet(spec, 0, HIDDEN, EPS, names, params, FastKernels(), Standing(coord))
     for name, tensor in tensors.items():
-        params.fill(f"linear_attn.{name}", Stored(tensor))
+        params.fill(f"linear_attn.{name}", TensorInMemory(tensor))
     params.check_filled("here")
     planes = [plane.of_rank(coord) for plane in state_planes(spec, "float32")]
     shapes = {plane.name: (3, plane.num_heads, plane.rows, plane.width) for plane in planes}

@@ -21,6 +21,7 @@ from pdserve.model.gated_delta_net import DeltaInputs, GatedDeltaNet, TorchDelta
 from pdserve.model.layer_spec import GatedDeltaSpec, LayerNames
 from pdserve.model.layers.kernels import FastKernels
 from pdserve.model.params import ParamSlots, fingerprint_of
+from pdserve.model.tensor_sources import TensorInMemory
 from tests.unit.model.delta_kit import (
     defined,
     delta_spec,
@@ -31,7 +32,7 @@ from tests.unit.model.delta_kit import (
     planes_of,
     state_pool,
 )
-from tests.unit.model.test_gated_delta_net import Standing, Stored, rows_of
+from tests.unit.model.test_gated_delta_net import Standing, rows_of
 
 CPU = torch.device("cpu")
 HIDDEN, EPS, HEADS, DIM = 24, 1e-5, 4, 8
@@ -141,7 +142,7 @@ def make_rank(tensors: dict[str, Tensor], coord: RankCoord) -> Rank:
     params = ParamSlots(torch.float32, CPU)
     layer = GatedDeltaNet(SPEC, 0, HIDDEN, EPS, NAMES, params, FastKernels(), Standing(coord))
     for name, tensor in tensors.items():
-        params.fill(f"self_attn.{name}", Stored(tensor))
+        params.fill(f"self_attn.{name}", TensorInMemory(tensor))
     params.check_filled("here")
     planes = [plane.of_rank(coord) for plane in state_planes(SPEC, "float32")]
     shapes = {plane.name: (3, plane.num_heads, plane.rows, plane.width) for plane in planes}

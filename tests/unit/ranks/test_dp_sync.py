@@ -15,7 +15,7 @@ from pdserve.base.mailbox import Mailbox, Woken
 from pdserve.errors import ConfigError, ModelError, PdserveError, RankError
 from pdserve.executor.expert_balance import ExpertBalance
 from pdserve.executor.interface import BatchPlan, BatchRow, StepHandle, StepResult
-from pdserve.ranks.dp_sync import DpSync, meet_leaders
+from pdserve.ranks.dp_sync import DpSync, WeightsReport, meet_leaders
 from pdserve.ranks.pre_step import IdleBatches, PreStepExecutor, RoundRebalancer
 from tests.unit.ranks.kit import HOST, MEET_S, TIMES, TOKEN, Losses
 from tests.waiting import wait_until
@@ -69,15 +69,21 @@ class Collective:
 
 
 class Replica:
-    """The scheduler's loop without a scheduler: `work` steps with something to compute, posted one by one."""
+    """The scheduler's loop without a scheduler: `work` steps with something to compute, posted one by one.
+
+    A text is the query id of a swap: from then on no work is started, until "go on" is posted.
+    """
 
     def __init__(self, dp_sync: DpSync, barrier: threading.Barrier, *, overlap: bool) -> None:
-        self.mailbox: Mailbox[Woken | int | None] = Mailbox()
+        self.mailbox: Mailbox[Woken | int | str | None] = Mailbox()
         dp_sync.wake = lambda: self.mailbox.post(Woken())
         self.inner = Collective(barrier)
         self._idle = IdleBatches(dp_sync)
         self._executor = PreStepExecutor(self.inner, dp_sync.enter, dp_sync.root_cause)  # type: ignore[arg-type]
-        self._overlap = overlap
+        self._overlap, self._dp_sync = overlap, dp_sync
+        self._swap = ""
+        self.swaps: list[int] = []
+        """The last round before each swap."""
         self.num_turns = 0
         self.todo = 0
 
@@ -87,8 +93,13 @@ class Replica:
             for event in self.mailbox.drain():
                 stopping = stopping or event is None
                 self.todo += event if isinstance(event, int) else 0
+                self._swap = event if isinstance(event, str) else self._swap
             self.num_turns += 1
-            plan = BatchPlan(step + 1, WORK) if self.todo else self._idle.plan(step + 1)
+            if self._swap not in ("", "go on", "swapped") and under_way is None and self._dp_sync.may_swap(self._swap):
+                self.swaps.append(step)
+                self._swap = "swapped"
+            works = self.todo and self._swap in ("", "go on")
+            plan = BatchPlan(step + 1, WORK) if works else self._idle.plan(step + 1)
             before, under_way = under_way, None
             if plan is not None:
                 step += 1
@@ -127,6 +138,54 @@ def test_all_replicas_do_the_same_rounds_whoever_has_work(count: int, overlap: b
         assert [sum(tokens) for tokens in done] == work
         assert len({len(tokens) for tokens in done}) == 1
         assert all(any(tokens[step] for tokens in done) for step in range(len(done[0]))), "a round for nobody"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_all_replicas_swap_behind_the_same_round(overlap: bool) -> None:
+    """Those without work are still in rounds of the others when they are told."""
+    chance = random.Random(7)
+    with leaders(3) as met, ThreadPoolExecutor(3) as pool:
+        barrier = threading.Barrier(3)
+        replicas = [Replica(dp_sync, barrier, overlap=overlap) for dp_sync in met]
+        ends = [pool.submit(replica.run) for replica in replicas]
+        for number in range(8):
+            for replica in chance.sample(replicas, 3):
+                replica.mailbox.post(chance.randrange(4))
+                replica.mailbox.post(f"swap {number}")
+            wait_until(lambda: all(len(replica.swaps) == number + 1 for replica in replicas), "all have swapped")  # noqa: B023
+            for replica in replicas:
+                replica.mailbox.post("go on")
+        for replica in replicas:
+            replica.mailbox.post(None)
+        for end in ends:
+            end.result(timeout=60.0)
+        assert replicas[0].swaps == replicas[1].swaps == replicas[2].swaps and replicas[0].swaps[-1] > 0
+
+
+def test_a_swap_waits_for_all_replicas_and_for_rounds_that_have_begun() -> None:
+    with leaders(3) as met:
+        first, second, third = met
+        first.enter(1)
+        assert not first.may_swap("a") and not second.may_swap("b")
+        third.may_swap("a")
+        second.may_swap("a")
+        wait_until(lambda: first.may_swap("a"), "all are there")
+        wait_until(lambda: second.is_behind and third.is_behind, "the round is known")
+        assert not second.may_swap("a") and not third.may_swap("a")
+        for one in (second, third):
+            one.enter(1)
+        wait_until(lambda: second.may_swap("a") and third.may_swap("a"), "they have caught up")
+        assert not first.may_swap("c")
+
+
+def test_reports_of_other_weights_reach_all() -> None:
+    with leaders(3) as met:
+        for number, one in enumerate(met):
+            one.report_weights(WeightsReport("a", "no memory" * (number == 1), ({"w": {number: 1.5}},)))
+        wait_until(lambda: all(one.weights_reports("a") for one in met), "all have reported")
+        reports = met[0].weights_reports("a")
+        assert reports is not None and [one.failure for one in reports] == ["no memory", ""]
+        assert met[0].weights_reports("b") is None
 
 
 def test_replicas_without_work_are_called_once_a_round_and_sleep_between() -> None:

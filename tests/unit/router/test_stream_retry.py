@@ -35,7 +35,7 @@ def event(token: int) -> bytes:
     return b"data: " + json.dumps({"token": token}).encode() + b"\n\n"
 
 
-def writer(end: int, how: str = "cut", *, sends_state: bool = True) -> Any:
+def writer(end: int, how: str = "cut", *, sends_state: bool = True, weights: str = "") -> Any:
     """A decode worker that writes the tokens up to `end`, of 8, and then breaks off by `how`, unless it has all."""
 
     async def answer(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -44,7 +44,7 @@ def writer(end: int, how: str = "cut", *, sends_state: bool = True) -> Any:
         prior = body.get(RESUME_FIELD, {}).get("token_ids", [])
         for token in TOKENS[len(prior) : end]:
             tail = TAIL.decode() if token == TOKENS[-1] else None
-            state = EventState([token], {"id": "one"} if token == len(prior) else None, 3, None, tail)
+            state = EventState([token], {"id": "one"} if token == len(prior) else None, 3, None, tail, weights=weights)
             await response.write((state.line() if told else b"") + event(token))
         if end == len(TOKENS) and how == "end":
             await response.write((EventState(tail="").line() if told else b"") + TAIL + DONE)
@@ -145,6 +145,45 @@ def test_a_stream_is_retried_so_often_and_its_error_is_the_last(run_world: RunWo
         assert error_of(raw)["code"] == ("engine_dead" if how == "retryable" else "worker_failed")
         asked = [body for worker in decodes for body in worker.bodies]
         assert len(asked) == 1 + RETRY.stream_retries
+
+    run_world(scenario)
+
+
+async def with_other_weights(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    """A worker that refuses tokens of former weights."""
+    error = {"message": "v2@b here, v1@a of the tokens so far", "code": "weights_mismatch"}
+    return web.json_response({"error": error}, status=503, headers={"Retry-After": "1"})
+
+
+def test_a_stream_waits_for_a_pair_with_the_weights_of_its_tokens(run_world: RunWorld) -> None:
+    """The other pair has other weights at first, and is asked again without a count."""
+
+    async def scenario(world: Any) -> None:
+        prefill, first = await world.worker("p"), await world.worker("d", writer(5, weights="v1@a"))
+        other = await world.worker("d2", *[with_other_weights] * 5, writer(8, "end", weights="v1@a"))
+        async with world.router([prefill], [first, other], retry=RETRY, policy="round_robin") as url:
+            raw = await ask(world, url)
+            if not other.bodies:  # the stream began at the other worker
+                raw = await ask(world, url)
+        assert raw == WHOLE
+        resumed = [body[RESUME_FIELD] for body in other.bodies if RESUME_FIELD in body]
+        assert len(resumed) == 6 and all(one["weights"] == "v1@a" for one in resumed)
+
+    run_world(scenario)
+
+
+def test_a_stream_whose_weights_are_gone_ends_without_a_token_of_others(
+    run_world: RunWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.router.proxy.attempts.WEIGHTS_PATIENCE_S", 0.3)
+
+    async def scenario(world: Any) -> None:
+        prefill, first = await world.worker("p"), await world.worker("d", writer(5, weights="v1@a"))
+        other = await world.worker("d2", *[with_other_weights] * 40)
+        async with world.router([prefill], [first, other], retry=RETRY, policy="round_robin") as url:
+            raw = await ask(world, url)
+        assert error_of(raw)["code"] == "worker_failed" and raw.startswith(b"".join(map(event, TOKENS[:5])))
+        assert not any(event(token) in raw for token in TOKENS[5:])
 
     run_world(scenario)
 

@@ -15,6 +15,7 @@ from pdserve.protocol.messages import (
     AbortRequest,
     GenerateRequest,
     RoomAddress,
+    SenderAddress,
 )
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.scheduler.request import Req, Times
@@ -270,6 +271,21 @@ def test_a_worker_refuses_what_it_cannot_pair(mode: str) -> None:
     assert statuses == {"no room": 400, "second": 409, "large": 400}
     assert list(node.scheduler.role.live) == ["first"]
     assert node.kv is not None and node.kv.counts()["rooms_live"] == 1
+
+
+def test_a_request_of_another_server_is_refused_once_the_role_is_no_decode() -> None:
+    """It was on its way from the API process while the role changed."""
+    node = _world().prefill
+    request = _request("moved", 5)
+    assert request.room is not None
+    sender = SenderAddress(instance="i", endpoint="h:1")
+    moved = msgspec.structs.replace(request, room=msgspec.structs.replace(request.room, sender=sender))
+    node.mailbox.post(moved)
+    node.mailbox.post(msgspec.structs.replace(request, rid="again", room=None, local=True, taken_over=True))
+    node.scheduler.step()
+    codes = {rid: half.finish and half.finish.failure for rid, half in node.halves.items()}
+    assert {rid: failure and failure.status for rid, failure in codes.items()} == {"moved": 409, "again": 400}
+    assert not node.scheduler.role.live and not node.leaks()
 
 
 def test_a_refused_request_keeps_nothing_of_the_room_it_asked_for() -> None:

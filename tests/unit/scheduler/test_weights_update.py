@@ -10,7 +10,7 @@ import pytest
 from pdserve.protocol.messages import AbortRequest, CommandReply, OutputBatch, PauseGeneration
 from pdserve.protocol.weights import EndWeightsUpdate, HoldRequests, InstallWeights, PrepareWeights
 from pdserve.scheduler.roles.prefill import PrefillRole
-from pdserve.scheduler.weights_update import InstalledWeights, WeightsUpdater
+from pdserve.scheduler.weights_update import SWAP_S, InstalledWeights, WeightsUpdater
 from pdserve.transfer.room import KVPoll
 from pdserve.transfer.wire import MemoryKey
 from tests.unit.scheduler.kit import Mono
@@ -23,6 +23,7 @@ class Weights:
 
     def __init__(self) -> None:
         self.result: str | None = None
+        self.all_there = True
         self.events: list[str] = []
 
     def begin(self, command: PrepareWeights) -> None:
@@ -30,6 +31,12 @@ class Weights:
 
     def loaded(self) -> str | None:
         return self.result
+
+    def end_wait(self) -> None:
+        pass
+
+    def may_install(self, query_id: str) -> bool:
+        return self.all_there
 
     def install(self, version: str | None) -> InstalledWeights:
         self.events.append(f"install {version}")
@@ -131,9 +138,44 @@ def test_a_hold_that_nobody_ends_ends_by_itself() -> None:
     mono.post("new", max_new_tokens=1)
     mono.step()
     assert mono.replies == {"hold": "ok"} and not mono.tokens("new")
-    mono.clock.advance(6.0)
+    mono.clock.advance(6.0 + SWAP_S)
     mono.run()
     assert len(mono.tokens("new")) == 1
+
+
+def test_replicas_that_compute_together_are_waited_for() -> None:
+    """From the command on health probes are held too, and no time ends the hold: the others may have swapped."""
+    mono = Updated()
+    mono.weights.all_there = False
+    mono.hold()
+    mono.post("early", max_new_tokens=1, probe=True)
+    mono.run()
+    assert len(mono.tokens("early")) == 1
+    mono.install()
+    mono.post("late", max_new_tokens=1, probe=True)
+    mono.clock.advance(6.0 + SWAP_S)
+    mono.step()
+    assert mono.replies == {"hold": "ok"} and not mono.tokens("late")
+    mono.weights.all_there = True
+    mono.step()
+    assert mono.replies["install"] == "ok" and mono.weights.events == ["install v2"]
+    mono.step()
+    assert not mono.tokens("late"), "another replica may have the former weights"
+    mono.ask(EndWeightsUpdate(query_id="end"))
+    mono.run()
+    assert len(mono.tokens("late")) == 1
+
+
+def test_an_update_that_waits_for_other_replicas_can_be_ended() -> None:
+    mono = Updated()
+    mono.weights.all_there = False
+    mono.hold()
+    mono.step()
+    mono.install()
+    mono.post("new", max_new_tokens=1)
+    mono.ask(EndWeightsUpdate(query_id="end"))
+    mono.run()
+    assert mono.replies["install"] == "the update was ended" and len(mono.tokens("new")) == 1
 
 
 def test_held_requests_can_be_aborted_and_their_ids_are_in_use() -> None:

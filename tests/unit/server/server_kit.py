@@ -86,6 +86,7 @@ from pdserve.protocol.weights import (
 from pdserve.server.app import create_app, make_metrics
 from pdserve.server.engine_client.client import EngineClient
 from pdserve.server.engine_client.live_requests import NewPrefill, WaitingRequests
+from pdserve.server.http.drain_gate import DrainGate
 from pdserve.server.request.constraints import GrammarCheck
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.waiting import until
@@ -467,6 +468,7 @@ class Bench:
     app: Any
     http: httpx.AsyncClient
     metrics: ServerMetrics
+    drain_gate: DrainGate
 
     def die(self) -> None:
         self.client.fail(EngineDeadError("killed"))
@@ -556,9 +558,11 @@ async def bench(
         waiting=waiting,
     )
     grammars = GrammarCheck(config.grammar, tokenizer, CompileHere())
+    drain_gate = DrainGate(mode)
     app = create_app(
-        config, client, tokenizer, metrics, registered=registered, grammars=grammars, control_token=control_token
-    )
+        config, client, tokenizer, metrics, registered=registered, grammars=grammars, drain_gate=drain_gate,
+        control_token=control_token,
+    )  # fmt: skip
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with (
         app.router.lifespan_context(app),
@@ -568,7 +572,7 @@ async def bench(
             scheduler.start()
             await client.wait_ready(5.0)
         try:
-            yield Bench(config, scheduler, client, api, waiting, app, http, metrics)
+            yield Bench(config, scheduler, client, api, waiting, app, http, metrics, drain_gate)
             await until(lambda: client.num_live == 0)
         finally:
             await client.stop()

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 from pdserve.config.access_group import AccessConfig
 from pdserve.config.lora_group import LoraConfig
 from pdserve.protocol.messages import FinishReason
+from pdserve.server.anthropic_api import endpoint
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server import server_kit
 from tests.unit.server.chat_kit import HERMES, long_context
@@ -372,6 +373,25 @@ async def test_failures_before_and_within_a_stream(tokenizer: Tokenizer) -> None
             await read()
         assert seen == ["message_start", "content_block_start", "content_block_delta"]
         assert (lost.value.type, lost.value.api_message) == ("api_error", "lost")
+
+
+async def test_a_bug_is_told_in_the_form_of_the_api(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*args: object, **kwargs: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(endpoint, "prepare_chat", broken)
+    async with anthropic_bench(tokenizer, "x") as (_, client):
+        with pytest.raises(anthropic.InternalServerError) as raised:
+            await client.messages.create(**ASK)
+    assert raised.value.body == {
+        "type": "error",
+        "error": {
+            "type": "api_error", "message": "internal error: ZeroDivisionError", "param": None,
+            "code": "internal_error",
+        },
+        "code": 500,
+        "request_id": None,
+    }  # fmt: skip
 
 
 async def test_keys_of_both_kinds(tokenizer: Tokenizer) -> None:

@@ -16,6 +16,7 @@ from yarl import URL
 
 from pdserve.base.stream_state import EVENT_END, STATE_HEADER, split_event
 from pdserve.config.groups import ServerConfig
+from pdserve.errors import RequestError
 from pdserve.protocol.failure import MIGRATED, Failure
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.messages import (
@@ -32,7 +33,7 @@ from pdserve.protocol.messages import (
     SendPrefix,
     TokenLogprob,
 )
-from pdserve.protocol.sampling import ProcessorParams
+from pdserve.protocol.sampling import CoreSamplingParams, ProcessorParams
 from pdserve.server.engine_client import migration
 from pdserve.server.generation import Resume, to_wire
 from pdserve.server.http.json_http import event
@@ -242,6 +243,7 @@ async def test_a_retracted_request_is_computed_again(tokenizer: Tokenizer, monke
             assert (answer.status_code, answer.json()["param"]) == (status, param), answer.text
 
 
+BASE = GenerateRequest(rid="y", input_ids=[5, 6, 7], sampling=CoreSamplingParams(max_new_tokens=9))
 Change = Callable[[GenerateRequest], GenerateRequest]
 INCOMING: list[tuple[str, int, Change]] = [
     ("request.rid", 400, lambda r: replace(r, rid="")),
@@ -310,6 +312,30 @@ async def test_a_second_migration_does_not_end_the_first(tokenizer: Tokenizer, m
         gate.set()
         assert (await first).status_code == 200
         assert results((await stream).content)[-1]["output_ids"] == [*ALL, 0]
+
+
+async def test_a_server_that_drains_waits_for_the_requests_of_others(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes no further ones, and those that do not end in time end with its reason, at their reader."""
+    why = RequestError("the role changes", status=503, code="role_switching", retry_after_s=1)
+    async with two(tokenizer, monkeypatch) as (_, target):
+        value = replace(BASE, room=None, local=True, taken_over=True, prior_output_ids=ALL[:2])
+        target.scheduler.hold = True
+        for rid in ("a", "b"):
+            taken = TakeInBody(replace(value, rid=rid), weights="w", dtype="float32")
+            assert (await target.http.post("/migrate_in", content=msgspec.json.encode(taken))).status_code == 200
+        reader = asyncio.create_task(target.http.post("/migrate_stream", json={"rid": "a"}))
+        await until(lambda: target.drain_gate.num_inside == 1)
+        target.drain_gate.close(why)
+        taken = TakeInBody(replace(value, rid="c"), weights="w", dtype="float32")
+        answer = await target.http.post("/migrate_in", content=msgspec.json.encode(taken))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "role_switching")
+        target.client.abort_all(why)
+        last = decode_output((await reader).content.split(b"data: ")[-2])
+        assert last.finish is not None and last.finish.err_type == "role_switching"
+        await until(lambda: len(target.scheduler.aborts) == 2)
+        assert not len(target.client.incoming) and not target.drain_gate.num_inside
 
 
 async def test_a_request_does_not_move_to_its_own_server(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,8 @@ async def test_weights_are_read_by_name(tokenizer: Tokenizer) -> None:
         ):
             refused = await b.http.post("/get_weights_by_name", json=body)
             assert (refused.status_code, refused.json()["param"]) == (status, field)
+        unnamed = await b.http.get("/get_weights_by_name")
+        assert (unnamed.status_code, unnamed.json()["param"]) == (400, "name") and "name: " in unnamed.text
 
 
 @pytest.fixture

@@ -9,9 +9,8 @@ import pytest
 
 from pdserve.config.access_group import AccessConfig
 from pdserve.errors import RequestError
-from pdserve.server import session_store
-from pdserve.server.generation import GenerationUpdate
-from pdserve.server.session_store import OpenSession, OpenSessionBody, OpenSessions, SessionFields
+from pdserve.http import session_store
+from pdserve.http.session_store import OpenSession, OpenSessionBody, OpenSessions, SessionFields
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.chat_kit import long_context
 from tests.unit.server.server_kit import EOS, bench
@@ -197,7 +196,7 @@ def test_idle_sessions_close_and_all_have_bounds(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(RequestError, match="have 50 tokens"):
             store.check_room(21)
         store.check_room(20)
-        turn.ended(GenerationUpdate(0, token_ids=[5]))
+        turn.ended([5])
     follow = busy.begin(SessionFields(id="busy", rid="r"), "q", [9, 2], 9)
     assert follow.prompt == [*[1] * 30, 5, 2], "the BOS token of appended text is dropped"
     with follow.running():
@@ -212,7 +211,7 @@ def test_a_session_that_changes_meanwhile_refuses_the_request() -> None:
     session = opened(OpenSessions(lambda: 0.0), "s")
     first = session.begin(SessionFields(id="s"), "a", [1], None)
     with first.running():
-        first.ended(GenerationUpdate(0, token_ids=[2]))
+        first.ended([2])
     late = session.begin(SessionFields(id="s", rid="a"), "b", [3], None)
     with session.begin(SessionFields(id="s", replace=True), "c", [4], None).running():
         with pytest.raises(RequestError, match="changed meanwhile"), late.running():

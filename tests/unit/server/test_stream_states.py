@@ -188,6 +188,22 @@ def test_what_cannot_be_gone_on_with_is_refused(
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("mode", ["decode", "prefill"])
+def test_tokens_of_other_weights_are_not_gone_on_with(mode: Any, tokenizer: Tokenizer) -> None:
+    """Either half says so, in an error that may be tried again."""
+
+    async def scenario() -> None:
+        async with bench(tokenizer, mode) as b:
+            room = {"bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 7}
+            resume = {"head": {"id": "a"}, "token_ids": [73], "weights": "other@f"}
+            body = {"prompt": "a", "stream": True, **room, RESUME_FIELD: resume}
+            answer = await b.http.post("/v1/completions", json=body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "weights_mismatch"), answer.text
+            assert answer.headers["Retry-After"] == "1" and not b.scheduler.requests
+
+    asyncio.run(scenario())
+
+
 class Unmerged(Generation):
     """An event for each output, however fast they come."""
 

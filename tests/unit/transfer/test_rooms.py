@@ -116,6 +116,25 @@ def test_a_transfer_info_whose_request_never_comes_is_turned_away_with_504() -> 
     assert_quiet_and_free(prefill, decode)
 
 
+def test_a_receiver_whose_request_does_not_come_hears_of_the_end_of_the_session() -> None:
+    """As where prefill changes its role: its half of the request was refused."""
+    net, prefill, decode = meet()
+    receiver = decode.kv.open_receiver(7, ADDRESS, "d")
+    leases = decode.leases()
+    receiver.publish(*leases)
+    net.pump()
+    prefill.kv.forget_early()
+    assert prefill.kv.quiet
+    prefill.kv.end_sessions()
+    net.pump()
+    assert receiver.failure is not None and receiver.failure.retryable
+    receiver.close()
+    for lease in leases:
+        lease.drop("request")
+    net.pump()
+    assert_quiet_and_free(prefill, decode)
+
+
 def test_early_infos_of_a_dead_peer_are_forgotten() -> None:
     net, prefill, decode = meet()
     decode.kv.open_receiver(7, ADDRESS, "d").publish(*decode.leases())

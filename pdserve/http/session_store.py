@@ -1,13 +1,13 @@
-"""The open sessions of SGLang's API. `sglang_api/sessions.py` has their endpoints.
+"""The open sessions of SGLang's API, at a server or a router.
 
 A session is a tree of requests. A request appends its prompt to the prompt and output of an earlier one (`rid`), or
-begins a new root. The server keeps the token ids, so that a client sends only what is new; the KV cache finds the
-prefix as it finds any other.
+begins a new root. The session has the token ids, so that a client sends only what is new; the KV cache finds the prefix
+as it finds any other.
 
     OpenSessions.open ──> OpenSession
     OpenSession.begin ──> SessionTurn (the whole prompt) ──> running ──> ended, or left: the request has failed
 
-Only servers without disaggregation have sessions. Event loop only.
+`server/sglang_api/sessions.py` and `router/proxy/sessions.py` have the endpoints. Event loop only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from pdserve.errors import RequestError
-from pdserve.server.generation import GenerationUpdate
 
 MAX_SESSIONS = 1024
 MAX_SESSION_REQUESTS = 1024
@@ -94,13 +93,10 @@ class OpenSession:
         self.most_chars = required(body.capacity_of_str_len, "capacity_of_str_len")
         self.idle_s = body.timeout or IDLE_S
         self.used_s = 0.0
+        self.num_tokens = 0
+        """Token ids that are kept."""
         self._abort = abort
         self._nodes: dict[str, SessionNode] = {}
-
-    @property
-    def num_tokens(self) -> int:
-        """Token ids that are kept."""
-        return sum(node.num_tokens for node in self._nodes.values())
 
     @property
     def is_busy(self) -> bool:
@@ -157,6 +153,7 @@ class OpenSession:
         if parent is not None and parent.output is None:  # only with `replace`
             self._abort(parent.rid)
         self._nodes[node.rid] = node
+        self.num_tokens += node.num_tokens
         if parent is not None:
             parent.children.append(node)
 
@@ -179,8 +176,30 @@ class OpenSession:
         if node.parent is not None and node in node.parent.children:
             node.parent.children.remove(node)
         for each in node.tree():
-            if self._nodes.pop(each.rid, None) is not None and each.output is None:
+            if self._nodes.pop(each.rid, None) is None:
+                continue
+            self.num_tokens -= each.num_tokens
+            if each.output is None:
                 self._abort(each.rid)
+
+    def ended(self, node: SessionNode, token_ids: Sequence[int]) -> None:
+        """Record the whole output of a request, once."""
+        if node.output is not None:
+            return
+        node.output = array("i", token_ids)
+        if self._nodes.get(node.rid) is node:
+            self.num_tokens += len(node.output)
+
+    def check_chars(self, num_chars: int) -> None:
+        """Check the characters of a prompt with its session.
+
+        Raises:
+            RequestError: 400, they are more than the session takes.
+        """
+        if num_chars > self.most_chars:
+            field = "session_params"
+            message = f"the prompt has {num_chars} characters with its session, whose capacity is {self.most_chars}"
+            raise RequestError(f"{field}: {message}", field=field, code="session_capacity_exceeded")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,14 +226,20 @@ class SessionTurn:
             self.session.drop(self.node)
             raise
 
-    def ended(self, update: GenerationUpdate) -> None:
+    def ended(self, token_ids: Sequence[int]) -> None:
         """Record the whole output; a request that was aborted may be followed, too."""
-        self.node.output = array("i", update.token_ids)
+        self.session.ended(self.node, token_ids)
 
     def left(self) -> None:
         """Drop the request, whose client is gone, unless it has ended."""
         if self.node.output is None:
             self.session.drop(self.node)
+
+
+def check_alone(num_prompts: int, n: int) -> None:
+    """Check that a request of a session has one sequence. Raises RequestError, 400."""
+    if num_prompts != 1 or n != 1:
+        raise RequestError("session_params needs one prompt and n=1", field="session_params")
 
 
 def required(value: T | None, field: str) -> T:
