@@ -217,7 +217,7 @@ def test_it_is_a_command(run_world: Run) -> None:
     run_world(scenario)
 
 
-def test_released_workers_get_commands_until_they_are_back(run_world: RunWorld) -> None:
+def test_released_workers_get_commands_until_they_are_back(run_world: Run) -> None:
     async def worker_with_memory(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         if request.path == "/release_memory_occupation":
             worker.mode, worker.health_body = NO_ROLE, {"status": MEMORY_RELEASED}
