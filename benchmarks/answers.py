@@ -1,21 +1,18 @@
 """Streamed requests as their client sees them: when each token came, and from pdserve's servers which. For benchmarks.
 
 `read_answer` reads `/generate` of servers with `--incremental-streaming-output`: each event brings what is new, so that
-a long answer costs its client no more by token than a short one. `read_completion` reads `/v1/completions`, which other
-projects' servers have too.
+a long answer costs its client no more by token than a short one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import aiohttp
 import orjson
-
-from pdserve.bench.client import text_of
 
 INCREMENTAL = "--incremental-streaming-output"
 
@@ -39,10 +36,6 @@ class Answer:
         return self.came_s[0] - self.sent_s
 
 
-Reader = Callable[[aiohttp.ClientSession, str, Sequence[int], int, Answer], Coroutine[Any, Any, None]]
-"""`read_answer` or `read_completion`: session, URL, prompt, tokens of the answer, and where to put it."""
-
-
 async def read_answer(
     session: aiohttp.ClientSession, url: str, prompt: Sequence[int], output_len: int, answer: Answer
 ) -> None:
@@ -62,34 +55,6 @@ async def read_answer(
             answer.output_ids += event["output_ids"]
     if len(answer.output_ids) != output_len:
         raise RuntimeError(f"{url}: {len(answer.output_ids)} of {output_len} tokens came")
-
-
-async def read_completion(
-    session: aiohttp.ClientSession, url: str, prompt: Sequence[int], output_len: int, answer: Answer
-) -> None:
-    """As `read_answer`, by `/v1/completions`. Fills in the times only; a token without text makes no event.
-
-    Raises:
-        RuntimeError: no whole answer came.
-    """
-    body = {
-        "model": "smollm2",
-        "prompt": list(prompt),
-        "max_tokens": output_len,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-    }
-    reason = None
-    async for event, now in _events(session, f"{url}/v1/completions", body, answer):
-        for choice in event["choices"]:
-            if text_of(choice):
-                answer.came_s.append(now)
-            reason = choice.get("finish_reason") or reason
-    if reason != "length":
-        raise RuntimeError(f"{url}: the answer ended with {reason}, not with its {output_len} tokens")
-    if not answer.came_s:
-        raise RuntimeError(f"{url}: {output_len} tokens without text came")
 
 
 async def _events(

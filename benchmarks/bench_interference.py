@@ -14,11 +14,8 @@ Each round ends with `--idle-prompts` such prompts one by one to idle servers, o
 of the threads, as the prefill server has: what 1P1D's prompts wait longer than that one's is what the split costs.
 With `--foreign N` each round ends with N busy processes beside the pair (`foreign`).
 `first_token` says which parts a first token's time has. Streams and idle prompts of a round are the same for all
-systems, and so should be their tokens: the report says how many are.
-
-    python -m benchmarks.bench_interference --peers [--seconds 8] [--rounds 5] [--write]
-
-compares 1P1D and a monolith with other projects' servers (`interference_peers`).
+systems, and so should be their tokens: the report says how many are. `readme_charts` has the same load on other
+projects' servers.
 """
 
 from __future__ import annotations
@@ -39,8 +36,8 @@ import aiohttp
 if __package__ in (None, ""):  # run by its path: `benchmarks` and `pdserve` lie in the checkout's root
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import foreign, interference_peers, report
-from benchmarks.answers import INCREMENTAL, Answer, Reader, read_answer, read_completion
+from benchmarks import foreign, report
+from benchmarks.answers import INCREMENTAL, Answer, read_answer
 from benchmarks.first_token import first_token_of
 from benchmarks.interference_report import (
     METRICS,
@@ -98,8 +95,8 @@ class Part:
         }
 
 
-async def play(args: argparse.Namespace, url: str, seed: int, *, prompts: bool, read: Reader = read_answer) -> Part:
-    """One part on one server, whose answers `read` reads.
+async def play(args: argparse.Namespace, url: str, seed: int, *, prompts: bool) -> Part:
+    """One part on one server.
 
     Raises:
         RuntimeError: a request failed, or a stream was over too soon.
@@ -110,7 +107,7 @@ async def play(args: argparse.Namespace, url: str, seed: int, *, prompts: bool, 
     answers: list[Answer] = []
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True)) as session:
         tasks = [
-            asyncio.create_task(read(session, url, prompt, args.output_len, stream))
+            asyncio.create_task(read_answer(session, url, prompt, args.output_len, stream))
             for prompt, stream in zip(asked, streams, strict=True)
         ]
         try:
@@ -122,7 +119,8 @@ async def play(args: argparse.Namespace, url: str, seed: int, *, prompts: bool, 
             until_s = since_s + args.seconds
             while prompts and time.perf_counter() < until_s:
                 answers.append(Answer())
-                await read(session, url, make_ids(args, rng, args.prompt_len), args.prompt_output_len, answers[-1])
+                prompt = make_ids(args, rng, args.prompt_len)
+                await read_answer(session, url, prompt, args.prompt_output_len, answers[-1])
             if answers:
                 until_s = max(until_s, answers[0].came_s[-1])
             await asyncio.sleep(max(0.0, until_s - time.perf_counter()))
@@ -233,14 +231,7 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
         help="the servers of the pair have cores of their own, and monoliths all (--cpu-pin)",
     )
     add("--foreign", type=int, default=0, help="busy processes that are not the pair's, in a part of their own")
-    add(
-        "--peers",
-        nargs="*",
-        choices=interference_peers.PEERS,
-        help="compare pdserve with these servers instead, or with all of them (scripts/setup_peers.sh)",
-    )
-    add("--peer-chunk", type=int, default=64, help="with --peers: servers also with chunks of this; 0: not")
-    report.add_write_flags(parser, "interference, or with --peers <date>-interference-peers")
+    report.add_write_flags(parser, "interference")
     add("server_flags", nargs="*", default=[], help="after --: more flags of the servers")
     args = parser.parse_args(argv)
     if min(args.streams, args.rounds, args.idle_prompts, args.output_len - 1) < 1 or args.threads < 2:
@@ -249,26 +240,12 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--threads must be even, --chunks 0 or more and each there once")
     if args.seconds <= 0 or min(args.lead, args.foreign) < 0:
         parser.error("--seconds must be above 0, --lead and --foreign not below")
-    if args.peers is not None:
-        interference_peers.check_flags(parser, args)
     return args
-
-
-def run_peers(args: argparse.Namespace, argv: Sequence[str] | None) -> None:
-    """`--peers`: see `interference_peers`."""
-
-    def measure(url: str, seed: int) -> dict[str, float | None]:
-        return asyncio.run(play(args, url, seed, prompts=True, read=read_completion)).metrics()
-
-    interference_peers.run(args, report.Run("interference-peers", argv, module="bench_interference"), measure)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, print, and write when asked."""
     args = parse_flags(argv)
-    if args.peers is not None:
-        run_peers(args, argv)
-        return 0
     bench = report.Run("interference", argv)
     print(bench.machine, flush=True)
     half = args.threads // 2

@@ -1,6 +1,6 @@
 """Systems to compare: our servers, and those of other projects, each started in the environment it lives in.
 
-`compare_cpu` takes those of `KINDS`; `interference_peers` starts some of them with a chunk size and a smaller KV pool.
+`compare_cpu` and `readme_charts` take those of `KINDS`.
 
 Other projects' are used where `scripts/setup_peers.sh` has put them, below `.venv-peers`; who is not there is left out.
 """
@@ -206,12 +206,12 @@ def _children() -> Iterator[list[int]]:
     pids.extend(child.pid for child in me.children() if child.pid not in before)
 
 
-def start_vllm(*flags: str, pool_gib: int = 4) -> Callable[..., Served]:
-    """vLLM's CPU build with more flags, and `pool_gib` GiB of KV cache."""
+def start_vllm(*flags: str) -> Callable[..., Served]:
+    """vLLM's CPU build with more flags, and 4 GiB of KV cache."""
 
     def start(stack: contextlib.ExitStack, threads: int, model: ServedModel = SMOLLM2) -> Served:
         env = {
-            "VLLM_CPU_KVCACHE_SPACE": str(pool_gib),
+            "VLLM_CPU_KVCACHE_SPACE": "4",
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
             "VLLM_NO_USAGE_STATS": "1",
         }
@@ -224,15 +224,15 @@ def start_vllm(*flags: str, pool_gib: int = 4) -> Callable[..., Served]:
     return start
 
 
-def start_llama(name: str, *flags: str, slots: int = 64) -> Callable[..., Served]:
-    """llama.cpp's server with the model in format `name`, more flags, and `slots` sequences of 2,304 tokens."""
+def start_llama(name: str) -> Callable[..., Served]:
+    """llama.cpp's server with the model in format `name`, and 64 sequences of 2,304 tokens."""
 
     def start(stack: contextlib.ExitStack, threads: int, model: ServedModel = SMOLLM2) -> Served:
         count = str(threads)
         argv = [str(LLAMA), "--model", str(model.gguf(name)), "--threads", count, "--threads-batch", count]
-        argv += ["--parallel", str(slots), "--ctx-size", str(slots * 2304)]
+        argv += ["--parallel", "64", "--ctx-size", str(64 * 2304)]
         # Not `--kv-unified`: there every token is held against what other and earlier prompts have left, too.
-        argv += ["--no-kv-unified", "--cache-ram", "0", "--load-mode", "none", "--no-webui", *flags]
+        argv += ["--no-kv-unified", "--cache-ram", "0", "--load-mode", "none", "--no-webui"]
         return _served(stack, f"llama-{name}", lambda port: [*argv, "--port", str(port)], {})
 
     return start

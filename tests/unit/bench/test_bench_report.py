@@ -170,3 +170,18 @@ def test_an_image_without_its_library_says_what_to_install(monkeypatch: pytest.M
 def test_results_are_json_again(tmp_path: Path) -> None:
     found = report(result("a", "inf", 0.1))
     assert html_report.page(json.loads(json.dumps(found, allow_nan=False))) == html_report.page(found)
+
+
+@pytest.mark.parametrize(
+    ("value", "top", "step"), [(997, 1000, 200), (1100, 1250, 250), (3.2, 4, 1), (0.05, 0.05, 0.01)]
+)
+def test_axes_end_at_a_round_number(value: float, top: float, step: float) -> None:
+    assert svg.nice_top(value) == pytest.approx((top, step))
+
+
+def test_text_is_escaped_and_both_colour_schemes_have_all_classes() -> None:
+    drawing = svg.Svg(10, 10)
+    drawing.text(1, 2, "a < b & c", "label end")
+    assert texts(drawing) == ["a < b & c"] and "<title>t &lt; u</title>" in drawing.render("t < u")
+    light, dark = (svg.style(scheme) for scheme in (0, 1))
+    assert all(f".{name} {{" in scheme for name in [*svg.COLOURS, *svg.SIZES] for scheme in (light, dark))

@@ -13,6 +13,7 @@ import pytest
 from benchmarks import readme_charts, report
 from benchmarks.peers import KINDS, Kind, Served
 from pdserve.bench import flags
+from pdserve.bench.bars import bar_chart
 from pdserve.cli import bench, bench_compare
 
 COMMON = {"model_id": "smollm2", "dataset_name": "random", "endpoint": "u", "date": "20260102-030405", "round": 0}
@@ -90,3 +91,14 @@ def test_a_service_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(SystemExit):
         readme_charts.main(["--systems", "vllm"])
     assert "not installed: vllm; scripts/setup_peers.sh" in capsys.readouterr().err
+
+
+def test_the_charts_of_the_readme_show_the_newest_results() -> None:
+    readme = (report.ROOT / "README.md").read_text()
+    for chart in readme_charts.CHARTS:
+        result = max(report.RESULTS.glob(f"????-??-??-readme-{chart.name}.json"))
+        drawn = (report.ROOT / f"docs/images/{chart.name}.svg").read_text()
+        made = bar_chart(json.loads(result.read_text()), chart.metrics, title=chart.title)
+        assert drawn == made.render(chart.title), "run: python -m benchmarks.readme_charts"
+        assert f"docs/images/{chart.name}.svg" in readme
+        assert f"benchmarks/results/{result.stem.removesuffix(f'-{chart.name}')}.md" in readme
