@@ -22,6 +22,8 @@ Clock = Callable[[], float]
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions", "sglang": "/generate"}
 """The path of each backend, by the names of `vllm bench serve` and of SGLang's bench_serving."""
 MAX_LINE_BYTES = 16 << 20
+MODELS_TIMEOUT_S = 30.0
+MAX_MODELS_BYTES = 4 << 20
 MAX_ERROR_CHARS = 300
 
 
@@ -281,10 +283,16 @@ class BenchClient:
         assert self._session is not None
         url = f"{self.target.root}/v1/models"
         try:
-            async with self._session.get(url) as response:
+            timeout = aiohttp.ClientTimeout(total=min(self.target.timeout_s, MODELS_TIMEOUT_S))
+            async with self._session.get(url, timeout=timeout) as response:
                 if response.status != 200:
                     raise ConfigError(f"{url} answers {response.status}; give --model, or --api-key", field="model")
-                return str(orjson.loads(await response.read())["data"][0]["id"])
+                body = b""
+                async for chunk in response.content.iter_chunked(1 << 16):
+                    body += chunk
+                    if len(body) > MAX_MODELS_BYTES:
+                        raise ValueError("too long for a list of models")
+                return str(orjson.loads(body)["data"][0]["id"])
         except (aiohttp.ClientError, OSError) as error:
             told = str(error) or type(error).__name__
             raise ConfigError(f"--base-url: nothing answers at {url}: {told}", field="base_url") from error

@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from pdserve.bench.campaign import LoadPoint
 from pdserve.bench.client import ENDPOINTS, BenchTarget, backend_of
@@ -156,9 +157,19 @@ def check(args: argparse.Namespace) -> None:
     _require(uses_file or args.dataset_path is None, "dataset_path", f"has no use for {args.dataset_name}")
     for name in ("base_url", "compare"):
         url = getattr(args, name)
-        good = url is None or url.startswith(("http://", "https://"))
+        good = url is None or (url.startswith(("http://", "https://")) and _has_host(url))
         _require(good, name, f"must be such as {DEFAULT_URL}, not {url!r}")
+    _require(args.endpoint is None or args.endpoint.startswith("/"), "endpoint", "must begin with /")
     percentiles_of(args), metrics_of(args), Slo.parse(args.goodput), metadata_of(args)
+
+
+def _has_host(url: str) -> bool:
+    """Whether a URL has a host, and no port that is none."""
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def _check_load(args: argparse.Namespace) -> None:
@@ -249,7 +260,7 @@ def target_of(args: argparse.Namespace, base_url: str) -> BenchTarget:
 def _extra(text: str | None) -> Mapping[str, Any]:
     try:
         found = {} if text is None else json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--extra-body is no JSON: {error}", field="extra_body") from error
     _require(isinstance(found, dict), "extra_body", "must be a JSON object")
     return dict(found)

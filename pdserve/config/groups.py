@@ -27,7 +27,7 @@ DisaggMode = Literal["null", "prefill", "decode"]
 TRANSPORTS = ("mooncake", "nixl", "mori", "ascend", "shm", "auto", "fake")
 EvictionPolicy = Literal["lru", "lfu", "priority"]
 LoadFailurePolicy = Literal["fail", "recompute"]
-RetractionBackup = Literal["none", "cpu_tensor"]
+RetractionBackup = Literal["none", "cpu_tensor", "host_pool"]
 ModelImpl = Literal["auto", "native", "transformers"]
 AttentionBackendName = Literal["auto", "torch", "triton", "flashinfer"]
 KVCacheDType = Literal["auto", "fp8_e4m3", "int8"]
@@ -239,8 +239,8 @@ class DisaggConfig:
     )
     disaggregation_decode_retraction_backup: RetractionBackup = flag(
         "none",
-        help="where the KV cache of a retracted request is kept. cpu_tensor: in host memory, see "
-        "--disaggregation-decode-offload-gb. none: it is computed again",
+        help="where the KV cache of a retracted request is kept. cpu_tensor: in host memory, see --disaggregation-"
+        "decode-offload-gb. host_pool: the same, in slots of --enable-hierarchical-cache. none: it is computed again",
     )
     disaggregation_enable_kv_checksum: bool = flag(
         False, help="decode verifies a checksum of received KV and refuses damaged KV; set it on both sides"

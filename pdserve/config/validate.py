@@ -48,6 +48,10 @@ def check(config: ServerConfig) -> None:
     config.pairing.check()
     config.tier.check()
     config.storage.check()
+    backup = config.disagg.disaggregation_decode_retraction_backup
+    has_tier = config.tier.enable_hierarchical_cache or config.storage.disaggregation_decode_enable_offload_kvcache
+    if backup == "host_pool" and not has_tier:
+        _refuse("disaggregation_decode_retraction_backup", backup, "it needs --enable-hierarchical-cache")
     _between("cpu_threads", config.kernels.cpu_threads, 1, MAX_THREADS)
     _between("cpu_nice", config.kernels.cpu_nice, 0, MAX_NICENESS)
     if config.kernels.cpu_pin is not None:

@@ -251,7 +251,7 @@ def _caches_prefixes(config: ServerConfig, built: LoadedEngine) -> bool:
 def _limits(config: ServerConfig, built: LoadedEngine) -> StepLimits:
     schedule, disagg = config.schedule, config.disagg
     chunk = schedule.chunked_prefill_size
-    offload = disagg.disaggregation_decode_retraction_backup == "cpu_tensor"
+    offload = disagg.disaggregation_decode_retraction_backup != "none"
     return StepLimits(
         chunk_tokens=None if chunk is None or chunk < 0 or not built.can_split_prompts else chunk,
         mixed_chunk_tokens=schedule.mixed_chunk_size,

@@ -46,7 +46,7 @@ def layouts_on_host(config: ServerConfig, built: LoadedEngine) -> list[KVLayout]
 def check_host_memory(
     layouts: Sequence[KVLayout], num_slots: Mapping[PageSpace, int], *, by_size: bool, available: int
 ) -> None:
-    """Check that this host has the memory that a host tier's slots will take.
+    """Check that a host tier has slots of each space, and that this host has the memory that they will take.
 
     Args:
         layouts: the KV layout of each rank on this host.
@@ -55,12 +55,17 @@ def check_host_memory(
         available: bytes of host memory that are free.
 
     Raises:
-        ConfigError: the slots take more than `available`. The field is that of the flag.
+        ConfigError: there is no slot for a page, or the slots take more than `available`. The field is that of the
+            flag.
     """
+    field = "hicache_size" if by_size else "hicache_ratio"
+    if not all(num_slots.values()):
+        raise ConfigError(
+            f"the host tier would have no slot for a page; raise --{field.replace('_', '-')}", field=field
+        )
     needed = sum(count * layout.space_bytes(space) for space, count in num_slots.items() for layout in layouts)
     if needed > available:
         of_ranks = f" for {len(layouts)} ranks of this host" if len(layouts) > 1 else ""
-        field = "hicache_size" if by_size else "hicache_ratio"
         raise ConfigError(
             f"the host tier would take {needed / 1e9:.2f} GB of host memory{of_ranks}, and {available / 1e9:.2f} GB "
             "are free; "

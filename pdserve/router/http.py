@@ -177,6 +177,7 @@ class Access:
         if request.path in CONVERTED_PATHS and response.status >= 400 and isinstance(response, web.Response):
             body = response.body if isinstance(response.body, bytes) else b""
             response.body = converted_error(request.path, body, request[REQUEST_ID])
+            response.headers.pop("Content-Length", None)  # a worker's, of its body
         return response
 
     async def _check(self, request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -24,7 +24,7 @@ from pdserve.base.log import current_request_id
 from pdserve.base.stream_state import DONE
 from pdserve.errors import PdserveError, RequestError
 from pdserve.http.access import CONTINUING, GENERATING, TOO_MANY_VALUES, BodyBudget, has_too_many_values
-from pdserve.http.error_forms import ANTHROPIC_PATHS, error_event
+from pdserve.http.error_forms import ANTHROPIC_PATHS, converted_error, error_event
 from pdserve.http.errors import HttpRefusal, error_object
 from pdserve.http.errors import convert as convert
 from pdserve.server.generation import Generation, GenerationUpdate
@@ -51,10 +51,11 @@ async def _on_http_exception(_: Request, error: Exception) -> Response:
     return json_response(body, status=error.status_code, headers=dict(error.headers or {}))
 
 
-async def _on_bug(_: Request, error: Exception) -> Response:
-    return json_response(
-        error_object(f"internal error: {type(error).__name__}", 500, code="internal_error"), status=500
-    )
+async def _on_bug(request: Request, error: Exception) -> Response:
+    """Answer in the form of the API at the path: this handler runs outside of `ErrorFormMiddleware`."""
+    body = orjson.dumps(error_object(f"internal error: {type(error).__name__}", 500, code="internal_error"))
+    data = converted_error(request.url.path, body, request.headers.get("x-request-id"))
+    return Response(data, status_code=500, media_type="application/json")
 
 
 def install_error_handlers(app: FastAPI) -> None:

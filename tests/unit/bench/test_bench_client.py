@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Any
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from pdserve.bench.client import BenchClient, BenchRecord, BenchTarget, EventReader, backend_of
 from pdserve.bench.load import arrival_times, run_load, single
@@ -100,6 +102,22 @@ async def test_a_service_that_is_gone_is_an_error_of_the_request() -> None:
         with pytest.raises(ConfigError, match="nothing answers at"):
             await client.first_model()
     assert record.error_kind == "connection"
+
+
+async def test_a_list_of_models_has_a_limit() -> None:
+    async def endless(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        with contextlib.suppress(OSError):
+            while True:
+                await response.write(b"[" * (1 << 20))
+        return response
+
+    app = web.Application()
+    app.router.add_get("/v1/models", endless)
+    async with TestServer(app) as server, BenchClient(BenchTarget(base_url=str(server.make_url("")))) as client:
+        with pytest.raises(ConfigError, match="lists no model"):
+            await client.first_model()
 
 
 def test_bodies_follow_the_backend() -> None:

@@ -103,3 +103,11 @@ def test_any_words_give_a_configuration_or_a_config_error(words: list[str]) -> N
         assert path == "smollm2" or any(word == path or word.endswith(f"={path}") for word in argv)
     else:
         assert str(outcome)
+
+
+def test_the_host_pool_of_retracted_requests_is_that_of_the_host_tier() -> None:
+    """SGLang's two names for it: they keep the KV cache of retracted requests in the same place here."""
+    backup = ("--disaggregation-decode-retraction-backup", "host_pool")
+    assert refusal(*MODEL, *backup).field == "disaggregation_decode_retraction_backup"
+    config = parse_server_args([*MODEL, *backup, "--enable-hierarchical-cache"])
+    assert config.disagg.disaggregation_decode_retraction_backup == "host_pool"

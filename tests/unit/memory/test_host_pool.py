@@ -119,6 +119,10 @@ def test_a_host_without_the_memory_for_the_slots_refuses_the_flag(by_size: bool,
     with pytest.raises(ConfigError, match=f"lower --{field.replace('_', '-')}") as refused:
         check_host_memory([HYBRID], slots, by_size=by_size, available=needed - 1)
     assert refused.value.field == field
+    for space in slots:  # no prompt could go on from what is there
+        with pytest.raises(ConfigError, match=f"raise --{field.replace('_', '-')}") as refused:
+            check_host_memory([HYBRID], slots | {space: 0}, by_size=by_size, available=needed)
+        assert refused.value.field == field
 
 
 def test_the_ranks_of_a_host_share_its_memory() -> None:

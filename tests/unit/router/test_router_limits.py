@@ -408,3 +408,16 @@ def test_a_large_body_with_too_many_levels_is_refused(run_world: RunWorld) -> No
             assert worker.bodies == []
 
     run_world(scenario)
+
+
+@pytest.mark.parametrize("path", ["/update_weights_from_disk", "/update_weights_from_tensor"])
+def test_an_update_that_is_no_object_or_nested_too_deeply_is_refused(run_world: RunWorld, path: str) -> None:
+    async def scenario(world: Any) -> None:
+        async with world.router([], [await world.worker("w")]) as url:
+            for body in (b"[]", b"{", b'{"tensors": ' + b"[" * 300 + b"]" * 300 + b"}"):
+                async with world.session.post(
+                    url + path, data=body, headers={"Content-Type": "application/json"}
+                ) as response:
+                    assert response.status == 400 and (await response.json())["error"]["message"]
+
+    run_world(scenario)

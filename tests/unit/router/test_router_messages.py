@@ -14,7 +14,8 @@ from multidict import CIMultiDict
 
 from pdserve.base.stream_state import MESSAGE_STOP, RESUME_FIELD, STATE_HEADER, EventState
 from pdserve.http.access import COUNT_TOKENS_PATH, MESSAGES_PATH, OLLAMA_CHAT_PATH, OLLAMA_GENERATE_PATH
-from pdserve.http.error_forms import ollama_error
+from pdserve.http.error_forms import inner_error, ollama_error
+from pdserve.http.errors import error_object
 from pdserve.protocol.failure import Failure
 from pdserve.router.config.config import RetryConfig, RouterAccessConfig
 from pdserve.router.policies.routing_keys import ConversationKey, conversation_key, prompt_of
@@ -111,6 +112,22 @@ def test_keys_and_errors_in_the_form_of_the_api(run_world: RunWorld) -> None:
                 url + MESSAGES_PATH, data=b"[]", headers={"x-api-key": "k", "Content-Type": "application/json"}
             ) as response:
                 assert (await response.json())["error"]["type"] == "invalid_request_error"
+
+    run_world(scenario)
+
+
+@pytest.mark.parametrize("path", [MESSAGES_PATH, OLLAMA_GENERATE_PATH])
+def test_an_error_of_a_worker_in_openais_form_is_converted_whole(run_world: RunWorld, path: str) -> None:
+    async def failing(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return web.json_response(error_object("internal error", 500, code="internal_error"), status=500)
+
+    async def scenario(world: Any) -> None:
+        prefill, decode = await world.worker("p"), await world.worker("d", failing)
+        async with world.router([prefill], [decode]) as url:
+            async with world.session.post(url + path, json=BODY | {"prompt": "a", "stream": False}) as response:
+                raw = await response.read()
+        assert response.status == 500 and response.headers["Content-Length"] == str(len(raw))
+        assert inner_error(json.loads(raw))["message"] == "internal error"
 
     run_world(scenario)
 
