@@ -175,6 +175,8 @@ class Migrations:
         """Move a request. Raises RequestError when it goes on here."""
         client, rid, room = self._context.client, state.request.rid, secrets.randbits(62)
         num_stages = await self._send_stages(rid, url)
+        if not num_stages:  # a server that hangs is not waited for while the request stands still
+            await self._client.reach(url)
         stopped = await self._stop(rid, room)
         stopped_s = time.monotonic()
         offer = msgspec.msgpack.decode(stopped, type=MigrationOffer)

@@ -57,6 +57,10 @@ class DirectClient:
     def __init__(self, token: str, key: str | None, ca_certs: str | None) -> None:
         pass
 
+    async def reach(self, url: URL) -> None:
+        assert self.other is not None
+        await self.other.http.get("/health")
+
     async def take_in(self, url: URL, taken: TakeInBody) -> None:
         assert self.other is not None
         answer = await self.other.http.post("/migrate_in", content=msgspec.json.encode(taken))
