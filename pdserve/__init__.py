@@ -9,7 +9,8 @@ import importlib
 __version__ = "0.1.0"
 
 OFFLINE_API = (
-    "LLM", "BatchError", "CompletionOutput", "InvalidRequestError", "Logprob", "RequestOutput", "SamplingParams",
+    "LLM", "BatchError", "CompletionOutput", "EmbeddingOutput", "EmbeddingRequestOutput", "InvalidRequestError",
+    "Logprob", "PoolingParams", "RequestOutput", "SamplingParams", "ScoringOutput", "ScoringRequestOutput",
 )  # fmt: skip
 
 

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from pdserve.llm.api import LLM
-from pdserve.llm.outputs import BatchError, CompletionOutput, InvalidRequestError, Logprob, RequestOutput
+from pdserve.llm.embedding import PoolingParams
+from pdserve.llm.outputs import (
+    BatchError,
+    CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    InvalidRequestError,
+    Logprob,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
 from pdserve.llm.sampling import SamplingParams
 from pdserve.protocol.messages import SpeculationStats
 
@@ -11,9 +22,14 @@ __all__ = [
     "LLM",
     "BatchError",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "InvalidRequestError",
     "Logprob",
+    "PoolingParams",
     "RequestOutput",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "SpeculationStats",
 ]

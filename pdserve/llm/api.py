@@ -1,26 +1,35 @@
-"""`LLM`: the public class of the offline API, and the progress bar of its calls."""
+"""`LLM`: the public class of the offline API."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import queue
 import threading
-import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from pdserve.base.hf_tokenizer import open_hf_tokenizer
 from pdserve.config import ServerConfig
-from pdserve.errors import ConfigError, EngineDeadError, PdserveError, RequestError
+from pdserve.errors import ConfigError, EngineDeadError, RequestError
 from pdserve.launch_checks import LocalModel
+from pdserve.llm.embedding import EmbeddingCalls
 from pdserve.llm.options import Deployment, Given, plan
-from pdserve.llm.outputs import BatchError, InvalidRequestError, OutputMaker, RequestOutput
-from pdserve.llm.prepare import Conversation, Preparer, Prompt, ReadyJob, ReadyPrompt, as_conversations, as_prompts
-from pdserve.llm.runner import Job, OfflineRunner
+from pdserve.llm.outputs import InvalidRequestError, OutputMaker, RequestOutput
+from pdserve.llm.prepare import (
+    Adapter,
+    Conversation,
+    Preparer,
+    Prompt,
+    ReadyJob,
+    ReadyPrompt,
+    adapters_of,
+    as_conversations,
+    as_prompts,
+)
+from pdserve.llm.progress import UseTqdm, run_jobs
+from pdserve.llm.runner import OfflineRunner
 from pdserve.llm.sampling import SamplingParams
 from pdserve.llm.servers import Servers
 from pdserve.llm.snapshots import SnapshotCalls
@@ -32,65 +41,13 @@ from pdserve.server.sglang_api.lora import load_adapter, unload_adapter
 from pdserve.server.snapshot_store import SnapshotStore
 from pdserve.server.text.tokenizer import load_tokenizer
 
-
-class Bar(Protocol):
-    """The methods of tqdm that `Progress` calls."""
-
-    def update(self, n: float = 1) -> Any:
-        """Advance the bar by `n` ended prompts."""
-        ...
-
-    def set_postfix_str(self, s: str = "", refresh: bool = True) -> Any:
-        """Show `s` behind the bar."""
-        ...
-
-    def close(self) -> Any:
-        """Finish the bar."""
-        ...
-
-
-class Progress:
-    """`use_tqdm` False: no bar. True: tqdm's bar. A function: called in place of `tqdm`."""
-
-    def __init__(self, use_tqdm: bool | Callable[..., Bar], total: int) -> None:
-        self._bar: Bar | None = None
-        if use_tqdm:
-            from tqdm.auto import tqdm
-
-            make: Callable[..., Bar] = tqdm if use_tqdm is True else use_tqdm
-            self._bar = make(total=total, desc="Processed prompts", unit="prompt", dynamic_ncols=True)
-        self._started_s = time.monotonic()
-        self._num_input = self._num_output = 0
-
-    def ended(self, output: RequestOutput | None) -> None:
-        """Advance the bar by one prompt. `output` None: the prompt failed."""
-        if self._bar is None:
-            return
-        if output is not None:
-            self._num_input += len(output.prompt_token_ids)
-            self._num_output += sum(len(answer.token_ids) for answer in output.outputs)
-            seconds = max(1e-6, time.monotonic() - self._started_s)
-            text = f"input: {self._num_input / seconds:.1f} toks/s, output: {self._num_output / seconds:.1f} toks/s"
-            self._bar.set_postfix_str(text, refresh=False)
-        self._bar.update(1)
-
-    def close(self) -> None:
-        """Finish the bar at the end of the call, successful or not."""
-        if self._bar is not None:
-            self._bar.close()
-
-
 Params = SamplingParams | Mapping[str, Any]
-UseTqdm = bool | Callable[..., Bar]
-Adapter = str | None
-"""Name of a LoRA adapter; None: the model itself."""
-_Outcome = tuple[Job, list[GenerationUpdate] | PdserveError]
 SEED_BITS = 63
 FLUSH_WAIT_S = 5.0
 """Seconds to wait for idle servers, which may still release sequences that have just ended."""
 
 
-class LLM(SnapshotCalls):
+class LLM(EmbeddingCalls, SnapshotCalls):
     """Runs a model in child processes on this machine, for offline batches. It opens no HTTP port.
 
         with LLM("smollm2") as llm:
@@ -208,7 +165,7 @@ class LLM(SnapshotCalls):
         given = as_prompts(prompts)
         params = one_each(sampling_params, len(given))
         priorities = _priorities(priority, len(given))
-        adapters = _adapters(lora_path, len(given))
+        adapters = adapters_of(lora_path, len(given))
         self._check_alive()
         ready = self._servers.loop.call(self._preparer.prompts(given))
         return self._run(ready, params, priorities, adapters, use_tqdm, _names(request_ids, len(given)))
@@ -242,7 +199,7 @@ class LLM(SnapshotCalls):
             "tools": None if tools is None else [dict(tool) for tool in tools],
             "chat_template_kwargs": None if chat_template_kwargs is None else dict(chat_template_kwargs),
         }
-        adapters = _adapters(lora_path, len(given))
+        adapters = adapters_of(lora_path, len(given))
         self._check_alive()
         ready = self._servers.loop.call(self._preparer.conversations(given, fields))
         return self._run(ready, params, [0] * len(given), adapters, use_tqdm, _names(request_ids, len(given)))
@@ -256,31 +213,17 @@ class LLM(SnapshotCalls):
         use_tqdm: UseTqdm,
         names: Sequence[str] | None,
     ) -> list[RequestOutput]:
-        """Run prepared prompts. The loop thread delivers ended jobs; the calling thread builds outputs and the bar."""
+        """Run prepared prompts, see `run_jobs`."""
         ready = self._servers.loop.call(self._preparer.jobs(prompts, params, priorities, adapters))
         if names is not None:
             ready = [one.named(name) for one, name in zip(ready, names, strict=True)]
-        outputs: list[RequestOutput | None] = [None] * len(ready)
-        errors: dict[int, PdserveError] = {}
-        news: queue.SimpleQueue[_Outcome | None] = queue.SimpleQueue()
-        work = self._runner.run([one.job for one in ready], lambda job, result: news.put((job, result)))
-        with contextlib.closing(Progress(use_tqdm, len(ready))) as progress:
-            future = self._servers.loop.submit(work)
-            future.add_done_callback(lambda _: news.put(None))
-            try:
-                while (outcome := news.get()) is not None:
-                    job, result = outcome
-                    if isinstance(result, PdserveError):
-                        errors[job.number] = result
-                    else:
-                        outputs[job.number] = self._output(ready[job.number], result)
-                    progress.ended(outputs[job.number])
-            finally:
-                future.cancel()  # after an interrupt; has no effect if the future has ended
-        future.result()
-        if errors:
-            raise BatchError(outputs, errors)
-        return [output for output in outputs if output is not None]
+        return run_jobs(
+            self._servers,
+            self._runner,
+            [one.job for one in ready],
+            lambda job, updates: self._output(ready[job.number], updates),
+            use_tqdm,
+        )
 
     def _output(self, ready: ReadyJob, updates: list[GenerationUpdate]) -> RequestOutput:
         job, params = ready.job, ready.params
@@ -419,16 +362,6 @@ def one_each(given: Params | Sequence[Params] | None, count: int) -> list[Sampli
         message = f"sampling_params has {len(given)} entries for {count} prompts"
         raise InvalidRequestError(message, field="sampling_params")
     return [SamplingParams.of(one) for one in given]
-
-
-def _adapters(given: Adapter | Sequence[Adapter], count: int) -> list[Adapter]:
-    if given is None or isinstance(given, str):
-        return [given] * count
-    if not isinstance(given, Sequence) or not all(name is None or isinstance(name, str) for name in given):
-        raise InvalidRequestError("lora_path must be a name or a list of names and None", field="lora_path")
-    if len(given) != count:
-        raise InvalidRequestError(f"lora_path has {len(given)} entries for {count} prompts", field="lora_path")
-    return list(given)
 
 
 def _names(given: Sequence[str] | None, count: int) -> list[str] | None:

@@ -39,6 +39,9 @@ SPECULATION = "speculative_config"
 """vLLM's argument, a dict of the names below."""
 ADAPTERS = "lora_paths"
 """SGLang's argument: directories of LoRA adapters by name, or a list of `NAME=DIRECTORY` or of directories."""
+RUNNER = "runner"
+"""vLLM's argument: whether the model embeds or generates."""
+RUNNERS: Mapping[str, bool | None] = {"auto": None, "generate": None, "pooling": True}
 SPECULATION_NAMES = {
     "model": "speculative_draft_model_path",
     "prompt_lookup_min": "speculative_ngram_min_match_window_size",
@@ -182,11 +185,15 @@ def _flat(given: Mapping[str, Given]) -> Iterator[tuple[str, Value]]:
 
     Raises:
         ConfigError: `speculative_config` has an unknown name or method, `lora_paths` has an entry without a directory,
-            or another argument is a mapping or a list.
+            `runner` is unknown, or another argument is a mapping or a list.
     """
     for name, value in given.items():
         if name == SPECULATION and isinstance(value, Mapping):
             yield from _speculation(value)
+        elif name == RUNNER:
+            if value not in RUNNERS:
+                raise ConfigError(f"{RUNNER} must be one of {', '.join(RUNNERS)}, got {value!r}", field=RUNNER)
+            yield "is_embedding", RUNNERS[str(value)]
         elif name == ADAPTERS and isinstance(value, Mapping | list | tuple):
             yield name, _adapters(value)
         elif name == SPECULATION or not isinstance(value, str | int | float | None):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from pdserve.errors import PdserveError, RequestError
 from pdserve.protocol.cached_tokens import CachedTokensDetails
@@ -31,7 +31,7 @@ class BatchError(PdserveError):
     number from 0. The first error is also `__cause__`.
     """
 
-    def __init__(self, outputs: Sequence[RequestOutput | None], errors: Mapping[int, PdserveError]) -> None:
+    def __init__(self, outputs: Sequence[Any], errors: Mapping[int, PdserveError]) -> None:
         first = min(errors)
         super().__init__(
             f"{len(errors)} of {len(outputs)} requests failed, first number {first}: {errors[first]} "
@@ -92,6 +92,48 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
     cached_tokens_details: CachedTokensDetails = CachedTokensDetails(device=0, host=0)
+    finished: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class EmbeddingOutput:
+    """The vector of a text."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """Length of the vector."""
+        return len(self.embedding)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EmbeddingRequestOutput:
+    """The vector of one prompt. `prompt` is None if the prompt was given as token ids."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoringOutput:
+    """How well two texts fit together: a cosine, or with a reranker a probability."""
+
+    score: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoringRequestOutput:
+    """The score of one pair of texts. `prompt_token_ids`: a reranker's prompt, else both texts one after the other."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: ScoringOutput
+    num_cached_tokens: int = 0
     finished: bool = True
 
 

@@ -19,6 +19,7 @@ from pdserve.llm.outputs import InvalidRequestError
 from pdserve.llm.runner import Job
 from pdserve.llm.sampling import SamplingParams
 from pdserve.llm.servers import RunningServer
+from pdserve.protocol.messages import GenerateRequest
 from pdserve.protocol.sampling import Grammar
 from pdserve.server.context import ServerContext
 from pdserve.server.http.json_http import convert
@@ -47,6 +48,8 @@ class TokensPrompt(TypedDict):
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 Message = Mapping[str, Any]
 Conversation = Sequence[Message]
+Adapter = str | None
+"""Name of a LoRA adapter; None: the model itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +88,17 @@ def as_conversations(messages: Conversation | Sequence[Conversation]) -> list[li
         if not conversation or not all(isinstance(message, Mapping) for message in conversation):
             raise wrong
     return [[dict(message) for message in conversation] for conversation in several]
+
+
+def adapters_of(given: Adapter | Sequence[Adapter], count: int) -> list[Adapter]:
+    """Return the adapter of each of `count` prompts. Raises InvalidRequestError naming `lora_path`."""
+    if given is None or isinstance(given, str):
+        return [given] * count
+    if not isinstance(given, Sequence) or not all(name is None or isinstance(name, str) for name in given):
+        raise InvalidRequestError("lora_path must be a name or a list of names and None", field="lora_path")
+    if len(given) != count:
+        raise InvalidRequestError(f"lora_path has {len(given)} entries for {count} prompts", field="lora_path")
+    return list(given)
 
 
 def _is_ids(value: Any) -> bool:
@@ -180,7 +194,7 @@ class Preparer:
         self._numbers = itertools.count()
 
     @property
-    def _context(self) -> ServerContext:
+    def context(self) -> ServerContext:
         """The context of a server whose output is returned: the first one that is not a prefill server."""
         return next(running.context for running in self._servers if running.server.mode != "prefill")
 
@@ -201,7 +215,7 @@ class Preparer:
         return ready
 
     async def _prompt(self, given: GivenPrompt) -> ReadyPrompt:
-        context = self._context
+        context = self.context
         if isinstance(given.content, str):
             tokenizer = context.require_tokenizer("prompts")
             text, input_ids = given.content, await tokenizer.encode(given.content, field="prompts")
@@ -234,7 +248,7 @@ class Preparer:
     async def _conversation(
         self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any], where: str
     ) -> ReadyPrompt:
-        context = self._context
+        context = self.context
         body = convert({"messages": list(messages), **fields}, ChatBody)
         text = await chat_prompt(context, body, plan_tools(body, context.formats.tools), "messages")
         tokenizer = context.require_tokenizer("messages")
@@ -259,10 +273,10 @@ class Preparer:
         Raises:
             InvalidRequestError: parameters do not fit the model or a prompt, or an adapter is not loaded.
         """
+        if self.context.config.embedding.is_embedding:
+            raise InvalidRequestError("this LLM has an embedding model (is_embedding) and generates no text; use embed")
         ready = []
-        for name in adapters:
-            if name is not None:
-                self._check_adapter(name)
+        self._check_adapters(adapters)
         for number, (prompt, wanted, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
             try:
                 job = await self._job(number, prompt, wanted, priority, adapters[number])
@@ -273,19 +287,44 @@ class Preparer:
                 await asyncio.sleep(0)
         return ready
 
-    def _check_adapter(self, name: str) -> None:
-        context = self._context
-        if not context.config.lora.is_on:
-            text = "lora_path: this LLM has no LoRA adapters; make it with enable_lora=True or lora_paths"
-            raise InvalidRequestError(text, field="lora_path")
-        if name not in context.adapters:
-            raise InvalidRequestError.of(context.no_such_model(name, field="lora_path"))
+    async def prompt_jobs(
+        self, prompts: Sequence[ReadyPrompt], requests: Sequence[GenerateRequest], adapters: Sequence[Adapter]
+    ) -> list[Job]:
+        """Create a job for each prompt from its request, without sampling parameters.
+
+        Raises:
+            InvalidRequestError: a prompt is too long, or an adapter is not loaded.
+        """
+        self._check_adapters(adapters)
+        jobs = []
+        for number, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
+            try:
+                for running in self._servers:
+                    check_prompt_fits(len(prompt.input_ids), running.context.limits(), prompt.where)
+            except RequestError as error:
+                raise InvalidRequestError.of(error, prompt.where) from None
+            whole = msgspec.structs.replace(request, cache_salt=prompt.salt, lora=adapters[number])
+            own = str(next(self._numbers))
+            states = make_requests([whole], 1, _Nowhere(rid=own, priority=0), "null", stream=False)
+            jobs.append(Job(number, own, [state.request for state in states]))
+            if number % BREATH == 0:
+                await asyncio.sleep(0)
+        return jobs
+
+    def _check_adapters(self, names: Sequence[Adapter]) -> None:
+        context = self.context
+        for name in set(names) - {None}:
+            if not context.config.lora.is_on:
+                text = "lora_path: this LLM has no LoRA adapters; make it with enable_lora=True or lora_paths"
+                raise InvalidRequestError(text, field="lora_path")
+            if name not in context.adapters:
+                raise InvalidRequestError.of(context.no_such_model(str(name), field="lora_path"))
 
     async def _job(
         self, number: int, prompt: ReadyPrompt, params: SamplingParams, priority: int, adapter: str | None
     ) -> Job:
         grammar = await self._grammar(prompt, params)
-        context, count = self._context, len(prompt.input_ids)
+        context, count = self.context, len(prompt.input_ids)
         custom = await context.take_custom(params.custom_params, "custom_params", params.custom_logit_processor)
         inside = prompt.begins_inside if prompt.is_chat else context.begins_inside(custom, prompt.input_ids)
         sampling = params.for_engine(count, context.limits(), prompt.where, grammar)
@@ -306,10 +345,10 @@ class Preparer:
     async def _grammar(self, prompt: ReadyPrompt, params: SamplingParams) -> Grammar | None:
         """The grammar of the output. In chats with a reasoning model it applies after the reasoning."""
         constraint: Constraint | None = params.constraint()
-        thinking = self._context.formats.thinking
+        thinking = self.context.formats.thinking
         if constraint is not None and thinking is not None and prompt.is_chat:
             constraint = reasoning_grammar(constraint, thinking, prompt.begins_inside)
-        return await self._context.take_grammar(constraint, params.stop_regex)
+        return await self.context.take_grammar(constraint, params.stop_regex)
 
 
 def _derived(seed: int, number: int) -> int:

@@ -16,6 +16,8 @@ from openai import OpenAI
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoTokenizer
 
+from pdserve import LLM, InvalidRequestError, PoolingParams
+from pdserve.server.pooling_api import scoring
 from tests.e2e.harness import Server, assert_idle, running, running_monolith, running_pair
 from tests.reference import load_reference
 from tests.tiny import VOCAB_SIZE, make_tiny
@@ -96,9 +98,67 @@ def test_several_ranks(flags: tuple[str, ...], checkpoint: Path) -> None:
         assert_idle(server)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [{"runner": "pooling"}, {"is_embedding": True, "tp_size": 2}], ids=str)
+def test_the_python_api_gives_the_same_vectors_and_scores(flags: dict[str, Any], checkpoint: Path) -> None:
+    expected, quiet = _expected(checkpoint), {"use_tqdm": False}
+    small: dict[str, Any] = {"dtype": "float32", "chunked_prefill_size": 32, "max_total_tokens": 4096, "device": "cpu"}
+    with LLM(str(checkpoint), **small, **flags) as llm:
+        outputs = llm.embed(TEXTS, **quiet)
+        np.testing.assert_allclose([one.outputs.embedding for one in outputs], expected, atol=1e-4)
+        assert [one.prompt for one in outputs] == TEXTS and outputs[0].outputs.hidden_size == expected.shape[1]
+        ids = llm.get_tokenizer()(TEXTS[2])["input_ids"]
+        (short,) = llm.embed(ids, pooling_params=PoolingParams(dimensions=5), **quiet)
+        assert short.prompt is None and short.prompt_token_ids == ids
+        wanted = expected[2, :5] / np.linalg.norm(expected[2, :5])
+        np.testing.assert_allclose(short.outputs.embedding, wanted, atol=1e-4)
+        (raw,) = llm.embed(TEXTS[2], pooling_params={"normalize": False}, **quiet)
+        assert abs(np.linalg.norm(raw.outputs.embedding) - 1) > 1e-3
+        scores = llm.score(TEXTS[0], TEXTS[1:], **quiet)
+        np.testing.assert_allclose([one.outputs.score for one in scores], expected[1:] @ expected[0], atol=1e-4)
+        for call, field in (
+            (lambda: llm.generate("a", **quiet), None),
+            (lambda: llm.embed("a", pooling_params={"dimensions": 1000}, **quiet), "dimensions"),
+            (lambda: llm.embed([1 << 30], **quiet), "prompts"),
+            (lambda: llm.embed("word " * 5000, **quiet), "prompts"),
+            (lambda: llm.embed("a", lora_path="x", **quiet), "lora_path"),
+            (lambda: llm.score(["a", "b"], ["c"], **quiet), "data_1"),
+            (lambda: llm.score("a", "b", instruct="c", **quiet), "instruct"),
+        ):
+            with pytest.raises(InvalidRequestError) as caught:
+                call()
+            assert field is None or caught.value.field == field
+
+
 @pytest.fixture(scope="module")
 def language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("llama", tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.slow
+def test_the_python_api_scores_with_a_reranker(language_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small: dict[str, Any] = {"dtype": "float32", "max_total_tokens": 4096, "device": "cpu"}
+    with LLM(str(language_model), **small) as llm:
+        with pytest.raises(InvalidRequestError, match="is_embedding=True"):
+            llm.embed("a", use_tqdm=False)
+        with pytest.raises(InvalidRequestError, match="ranks no texts"):
+            llm.score("a", "b", use_tqdm=False)
+    with LLM(str(language_model), chat_template="qwen3_reranker", **small) as llm:
+        with pytest.raises(InvalidRequestError, match="'yes' is not one token"):
+            llm.score("a", "b", use_tqdm=False)
+        labels = {"yes": 40, "no": 50}
+
+        async def only_token(_: object, text: str) -> int:
+            return labels[text]
+
+        monkeypatch.setattr(scoring, "_only_token", only_token)
+        outputs = llm.score(["a", "b"], ["c", "d"], instruct="Judge.", use_tqdm=False)
+    loaded = load_reference(language_model)
+    for output in outputs:
+        with torch.no_grad():
+            logits = loaded(torch.tensor([output.prompt_token_ids])).logits[0, -1]
+        expected = logits[list(labels.values())].softmax(-1)[0]
+        np.testing.assert_allclose(output.outputs.score, expected.numpy(), atol=1e-4)
 
 
 def _states(path: Path, answer: dict[str, Any], prompt: list[int]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import anthropic
 import ollama
 import pytest
+import requests
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -145,6 +146,46 @@ def test_anthropic(pair: Pair) -> None:
         image: Any = {"type": "image", "source": {"type": "url", "url": "http://x"}}
         with pytest.raises(anthropic.BadRequestError, match="image"):
             client.messages.create(model="tiny", max_tokens=1, messages=[{"role": "user", "content": [image]}])
+    assert_idle(pair.prefill, pair.decode)
+
+
+def test_a_session_of_a_coding_tool_over_anthropics_api(pair: Pair) -> None:
+    """The shapes of Claude Code: betas, many system blocks and tools, thinking, a tool's result, errors, no version."""
+    schema = {"$schema": "http://json-schema.org/draft-07/schema#", "type": "object", "properties": {}}
+    mark: Any = {"cache_control": {"type": "ephemeral"}}
+    shape: dict[str, Any] = {
+        "model": "tiny",
+        "system": [{"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=1;"}]
+        + [{"type": "text", "text": f"Rule {number}.", **mark} for number in range(40)],
+        "tools": [{"name": f"mcp__server__tool_{number}", "input_schema": schema} for number in range(20)],
+        "metadata": {"user_id": "user_1_session_2"},
+        "thinking": {"type": "adaptive"},
+        "betas": ["claude-code-20250219", "interleaved-thinking-2025-05-14"],
+    }
+    first: Any = {"role": "user", "content": [{"type": "text", "text": "Read the pages.", **mark}]}
+    with anthropic.Anthropic(base_url=pair.url, api_key="none", max_retries=0) as client:
+        prompt = {name: value for name, value in shape.items() if name != "metadata"}
+        counted = client.beta.messages.count_tokens(**prompt, messages=[first]).input_tokens
+        with client.beta.messages.stream(**shape, messages=[first], max_tokens=16) as stream:
+            said = stream.get_final_message()
+        used = said.usage
+        assert used.input_tokens + (used.cache_read_input_tokens or 0) == counted
+        call: Any = {"type": "tool_use", "id": "toolu_1", "name": "mcp__server__tool_3", "input": {}}
+        thought: Any = {"type": "thinking", "thinking": "Which page?", "signature": "of another server"}
+        result: Any = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "p. 1"}]}
+        turns: Any = [first, {"role": "assistant", "content": [thought, *said.to_dict()["content"], call]}]
+        turns.append({"role": "user", "content": [{**result, "is_error": False, **mark}]})
+        again = client.beta.messages.create(**shape, messages=turns, max_tokens=8)
+        assert again.usage.input_tokens + (again.usage.cache_read_input_tokens or 0) > counted
+        for changes, field in (
+            ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+            ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        ):
+            with pytest.raises(anthropic.BadRequestError) as refused:
+                client.beta.messages.create(**{**shape, "messages": [first], "max_tokens": 8, **changes})
+            assert refused.value.body["error"]["param"] == field and refused.value.request_id  # type: ignore[index]
+    bare = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "Tell me."}]}
+    assert requests.post(f"{pair.url}/v1/messages", json=bare, timeout=60).status_code == 200  # without a version
     assert_idle(pair.prefill, pair.decode)
 
 

@@ -1,8 +1,8 @@
 """The tutorials' commands run as they are written, in terminals as the titles of the code blocks name them.
 
 Changed for the test: ports are free ones, hosts are loopback, the model is a tiny one with a small KV pool, and
-packages are installed into a folder of the test. Blocks with the title `install` are not run; the wheel has tests of
-its own.
+packages are installed into a folder of the test. Blocks with the title `install` are not run: their commands are
+in the README or in docs/install.md, and the wheel has tests of its own.
 """
 
 from __future__ import annotations
@@ -10,23 +10,29 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from pdserve.cli.help_pages import COMMANDS
 from tests.tiny import make_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
-TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").rglob("*.md"))
 BLOCK = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PORTS = ("8000", "8998", "30000", "30001")
+FENCE = re.compile(r"^\s*(?:```|~~~)", re.MULTILINE)
+INLINE = re.compile(r"`((?:pdserve|pip|python) [^`\n]+)`")
+STARTS = re.compile(r"^\s*pdserve (?:pair|serve|router)\b")
 READY = re.compile(r"^ready: |^PDSERVE_READY", re.MULTILINE)
 BLOCK_S, END_S = 280.0, 60.0
 PAUSE_S = 0.05
@@ -37,10 +43,37 @@ def blocks(path: Path) -> list[tuple[str, str, str]]:
     return BLOCK.findall(path.read_text())
 
 
+def commands_of(text: str) -> list[str]:
+    """The commands of a block without comments, continued lines joined."""
+    lines = text.replace("\\\n", " ").splitlines()
+    return [line for each in lines if (line := re.sub(r"\s+#.*| +$", "", each)) and not line.startswith("#")]
+
+
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+def test_the_test_sees_every_command_of_a_tutorial(path: Path) -> None:
+    text, found = path.read_text(), blocks(path)
+    assert len(FENCE.findall(text)) == 2 * len(found), "each block is at the start of a line, with language and title"
+    shown = "".join((ROOT / name).read_text() for name in ("README.md", "docs/install.md"))
+    for language, title, block in found:
+        commands = commands_of(block) if language == "bash" else []
+        if title == "install":
+            assert [one for one in commands if one not in shown] == []
+        elif commands:
+            assert not any(STARTS.search(one) for one in commands[:-1]), "what follows a server in its block is not run"
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for command in INLINE.findall(BLOCK.sub("", text)):
+        words = shlex.split(command)
+        if words[0] == "pdserve":
+            assert words[1] in COMMANDS, command
+        elif wanted := re.fullmatch(r"pdserve\[(\w+)\]", words[-1]):
+            assert wanted[1] in extras, command
+
+
 @pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
 def test_code_in_tutorials_is_that_of_the_files(path: Path) -> None:
     for language, title, text in blocks(path):
         assert title, f"a block of {language} has no title: the terminal, or the file that it is from"
+        assert language not in ("sh", "shell", "console", "text"), "commands are in blocks of bash, to be run"
         if language != "bash":
             assert text.rstrip("\n") in (ROOT / title).read_text(), f"{title} no longer has this code"
 
@@ -63,6 +96,11 @@ class Terminal:
         """All output so far."""
         return self._log.read_text(errors="replace")
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether no command, and no server of it, has failed."""
+        return self._shell.poll() is None
+
     def run(self, commands: str) -> None:
         """Run commands to their end, or until a server is ready."""
         self._count += 1
@@ -74,7 +112,7 @@ class Terminal:
         self._shell.stdin.flush()
         deadline = time.monotonic() + BLOCK_S
         while end not in (new := self.output[before:]) and not READY.search(new):
-            assert self._shell.poll() is None, f"{self.name} failed:\n{commands}\n{new[-4000:]}"
+            assert self.is_alive, f"{self.name} failed:\n{commands}\n{new[-4000:]}"
             assert time.monotonic() < deadline, f"{self.name} did not end:\n{commands}\n{new[-4000:]}"
             time.sleep(PAUSE_S)
 
@@ -155,3 +193,4 @@ def test_every_command_of_a_tutorial_runs(path: Path, tmp_path: Path, terminals:
             if name not in terminals:
                 terminals[name] = Terminal(name, tmp_path, variables)
             terminals[name].run(changes.of(text))
+    assert [name for name, terminal in terminals.items() if not terminal.is_alive] == []

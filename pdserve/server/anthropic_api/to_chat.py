@@ -60,6 +60,8 @@ def to_chat(body: MessagesBody) -> ChatBody:
         raise RequestError("stop and stop_sequences cannot be combined", field="stop_sequences")
     fields = body.shared_fields()
     fields["max_tokens"] = None
+    if fields.get("top_k") == 0:
+        fields["top_k"] = -1  # as at Anthropic: all tokens
     fields["custom_params"] = _custom_params(body)
     if body.stop_sequences is not None:
         fields["stop"] = body.stop_sequences
@@ -136,6 +138,9 @@ def _add(made: list[ChatMessage], message: MessageParam, where: str) -> None:
         raise RequestError(f"{field} must be user, assistant or system, got {message.role!r}", field=field)
     content: Sequence[dict[str, Any]]
     content = [{"type": "text", "text": message.content}] if isinstance(message.content, str) else message.content
+    if not content and message.role != "assistant":
+        field = f"{where}.content"
+        raise RequestError(f"{field} must not be empty", field=field)
     last = made[-1] if made else None
     for i, block in enumerate(content):
         if last is None or last.role != message.role:

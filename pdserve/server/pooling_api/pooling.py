@@ -86,10 +86,15 @@ async def compute(
     with generation.closed_on_error():
         updates = await until_disconnect(request, collect(generation, len(states)))
     for update in updates:
-        failure = None if update.finish is None else update.finish.failure
-        if failure is not None:
-            raise failure.error()
+        check_computed(update)
     return updates
+
+
+def check_computed(update: GenerationUpdate) -> None:
+    """Raise the error with which the scheduler has ended a prompt, if it has."""
+    failure = None if update.finish is None else update.finish.failure
+    if failure is not None:
+        raise failure.error()
 
 
 async def embed(

@@ -111,7 +111,7 @@ async def _label_scores(context: ServerContext, request: Request, body: ScoreBod
     check_token_ids(labels, context.limits().vocab_size, "label_token_ids")
     lists = await context.token_ids(_joined(body), "items", batch=True)
     logprobs = await _logprobs_of(context, request, lists, tuple(labels), body, "items")
-    scores = [_softmax(own) if body.apply_softmax else np.exp(own).tolist() for own in logprobs]
+    scores = [softmax(own) if body.apply_softmax else np.exp(own).tolist() for own in logprobs]
     head = head_of(context, body, "score-")
     return json_response({**head, "object": "scoring", "scores": scores, "usage": usage_of(lists)})
 
@@ -144,13 +144,19 @@ async def _logprobs_of(
     field: str,
 ) -> list[list[float]]:
     """Return for each prompt the natural log of the probability of each label as its next token."""
-    wanted = Logprobs(output=True, token_ids=labels)
-    prompts = [GenerateRequest(rid="", input_ids=ids, sampling=_ONE_TOKEN, logprobs=wanted) for ids in lists]
+    prompts = [label_request(ids, labels) for ids in lists]
     updates = await compute(context, request, prompts, body, field)
     return [list(update.logprobs[0].picked) for update in updates]
 
 
-def _softmax(logprobs: Sequence[float]) -> list[float]:
+def label_request(input_ids: list[int], labels: tuple[int, ...]) -> GenerateRequest:
+    """Return the request whose output has the log probabilities of `labels` as the next token."""
+    wanted = Logprobs(output=True, token_ids=labels)
+    return GenerateRequest(rid="", input_ids=input_ids, sampling=_ONE_TOKEN, logprobs=wanted)
+
+
+def softmax(logprobs: Sequence[float]) -> list[float]:
+    """Return the probabilities of labels among themselves."""
     values = np.exp(np.asarray(logprobs, dtype=np.float64) - max(logprobs))
     scores: list[float] = (values / values.sum()).tolist()
     return scores
@@ -202,6 +208,19 @@ async def _score_pairs(
             message = "instruct is for rerankers; put it into the text of an embedding model"
             raise RequestError(message, field="instruct", code="unsupported")
         return await _cosines(context, request, pairs, body, field, pooling)
+    lists, labels = await reranker_prompts(context, pairs, field, instruct)
+    logprobs = await _logprobs_of(context, request, lists, labels, body, field)
+    return [softmax(own)[0] for own in logprobs], usage_of(lists)
+
+
+async def reranker_prompts(
+    context: ServerContext, pairs: Sequence[tuple[str, str]], field: str, instruct: str | None
+) -> tuple[list[list[int]], tuple[int, int]]:
+    """Return the prompts in which a reranker judges `pairs`, and the ids of its tokens "yes" and "no".
+
+    Raises:
+        RequestError: 400 naming `field`: the model is no reranker, or a prompt is too long.
+    """
     template = "" if context.tokenizer is None else context.tokenizer.chat.text() or ""
     if not is_reranker(template):
         raise RequestError(
@@ -224,8 +243,7 @@ async def _score_pairs(
         most_tokens=limits.most_prompt_tokens,
         most_in_all=limits.most_body_tokens,
     )
-    logprobs = await _logprobs_of(context, request, lists, labels, body, field)
-    return [_softmax(own)[0] for own in logprobs], usage_of(lists)
+    return lists, labels
 
 
 def is_reranker(template: str) -> bool:

@@ -21,6 +21,7 @@ import orjson
 from fastapi import Request
 from fastapi.responses import Response
 
+from pdserve.base.stream_state import MEMORY_RELEASED
 from pdserve.errors import RequestError
 from pdserve.protocol.engine_memory import MEMORY_TAGS, GetWeights, ReleaseMemory, ResumeMemory, WeightRows
 from pdserve.protocol.messages import CommandReply
@@ -29,7 +30,7 @@ from pdserve.server.http.drain_gate import DrainGate
 from pdserve.server.http.json_http import convert, json_response, read_json_object
 from pdserve.server.request.weights_bodies import MemoryTagsBody, WeightNameBody
 from pdserve.server.sglang_api.commands import COMMAND_TIMEOUT_S
-from pdserve.server.sglang_api.health import RELEASED_CODE, is_released
+from pdserve.server.sglang_api.health import is_released
 
 MOVE_TIMEOUT_S = 600.0
 """Seconds that the engine may take to write or read the copy of the weights."""
@@ -44,7 +45,7 @@ def memory_released() -> RequestError:
     return RequestError(
         "the memory of this server is released until /resume_memory_occupation",
         status=503,
-        code=RELEASED_CODE,
+        code=MEMORY_RELEASED,
         retry_after_s=5,
     )
 

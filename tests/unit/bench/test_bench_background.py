@@ -185,6 +185,24 @@ async def test_a_warm_up_ends_with_the_duration_of_a_run() -> None:
         await Campaign(plan, [BenchService(label="a", client=client)], sleep=sleep).warm_up()
 
 
+async def test_a_run_that_was_cut_is_over_before_the_next_one() -> None:
+    asked: list[Any] = []
+
+    def answer(body: Json, path: str) -> Any:
+        asked.append(body["prompt"])
+        return plain(body, path)
+
+    async def at_once(seconds: float) -> None:
+        pass
+
+    async with serving(FakeService(answer)) as service:
+        async with BenchClient(BenchTarget(base_url=service.url, model="m")) as client:
+            plan = BenchPlan(sessions=lambda seed, point: single([[seed]] * 9, 2), duration_s=5.0, warmups=0, rounds=2)
+            results = await Campaign(plan, [BenchService(label="a", client=client)], sleep=at_once).run()
+    assert all(one["unfinished"] for one in results)
+    assert [one for one in asked if one == "Hello"] == ["Hello"] * 2 and asked[-1] == "Hello"
+
+
 async def test_one_run_shows_the_background(capsys: pytest.CaptureFixture[str]) -> None:
     async with serving(FakeService(plain)) as service:
         await run(service, "--num-prompts", "30", "--max-concurrency", "1", "--background-concurrency", "1")

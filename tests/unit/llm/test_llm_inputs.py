@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pdserve.llm.api import one_each
+from pdserve.llm.embedding import PoolingParams
 from pdserve.llm.outputs import InvalidRequestError, OutputMaker
 from pdserve.llm.prepare import GivenPrompt, as_conversations, as_prompts
 from pdserve.llm.sampling import SamplingParams
@@ -131,6 +132,19 @@ def test_an_output_has_what_was_drafted_and_accepted() -> None:
     output = OutputMaker(None, frozenset()).make("0", None, [request, request], updates, None, None)
     assert [answer.speculation for answer in output.outputs] == [stats, None]
     assert output.outputs[0].token_ids == [7, 8, 9, 10, 11]
+
+
+def test_pooling_params_are_a_dict_or_an_object() -> None:
+    assert PoolingParams.of(None) == PoolingParams() == PoolingParams.of({})
+    assert PoolingParams.of({"dimensions": 3, "normalize": False}) == PoolingParams(3, normalize=False)
+    wrong: list[tuple[Any, str]] = [
+        ({"size": 3}, "pooling_params"), (5, "pooling_params"), ({"dimensions": "3"}, "dimensions"),
+        (PoolingParams(dimensions=True), "dimensions"), ({"normalize": 1}, "normalize"),
+    ]  # fmt: skip
+    for given, field in wrong:
+        with pytest.raises(InvalidRequestError) as refused:
+            PoolingParams.of(given)
+        assert refused.value.field == field
 
 
 def test_as_many_parameters_as_prompts() -> None:

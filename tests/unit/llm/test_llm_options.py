@@ -56,6 +56,16 @@ def test_vllms_speculative_config_means_our_flags() -> None:
         assert refused.value.field == "speculative_config"
 
 
+def test_vllms_runner_means_an_embedding_model() -> None:
+    for runner, expected in (("pooling", True), ("generate", False), ("auto", False)):
+        (server,) = plan({**MODEL, "runner": runner}, None, {}, {}).servers
+        assert server.config.embedding.is_embedding is expected
+    for given, pairs, field in (({"runner": "draft"}, None, "runner"), ({"runner": "pooling"}, (1, 1), "is_embedding")):
+        with pytest.raises(ConfigError) as refused:
+            plan({**MODEL, **given}, pairs, {}, {})
+        assert refused.value.field == field
+
+
 def test_no_server_is_given_more_than_it_lets_wait() -> None:
     (server,) = plan({**MODEL, "max_running_requests": 4, "max_queued_requests": 1, "dp_size": 2}, None, {}, {}).servers
     assert server.most_requests == 9

@@ -211,6 +211,68 @@ async def test_the_shapes_of_claude_code() -> None:
         assert counted.json() == {"input_tokens": len(b.scheduler.requests[-1].input_ids) + 1}
 
 
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+USE = {"type": "tool_use", "id": "a", "name": "now", "input": {}}
+DRAFT_7 = {
+    "$schema": "http://json-schema.org/draft-07/schema#",
+    "type": "object",
+    "properties": {
+        "url": {"type": "string", "format": "uri"},
+        "timeout": {"type": "number", "exclusiveMinimum": 0, "maximum": 600000},
+        "env": {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {}},
+        "edits": {
+            "type": "array", "minItems": 1,
+            "items": {"type": "object", "properties": {"all": {"type": "boolean", "default": False}}},
+        },
+        "page": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    },
+    "required": ["url"],
+    "additionalProperties": False,
+}  # fmt: skip
+FETCH = {"name": "Fetch", "input_schema": DRAFT_7}
+LONG_NAME = "mcp__plugin_some_server__" + "x" * 95
+PAST_CALL: Any = [*HI, {"role": "assistant", "content": [{**USE, "caller": {"type": "direct"}}]}]
+ACCEPTED: tuple[dict[str, Any], ...] = (
+    {"mcp_servers": [], "container": None, "metadata": None, "system": "", "stop_sequences": [], "top_k": 0},
+    {"tools": [], "tool_choice": {"type": "auto"}},
+    {"tools": [{"name": LONG_NAME, "input_schema": CITY, "cache_control": {"type": "ephemeral"}}]},
+    {"tools": [FETCH], "tool_choice": {"type": "any"}},
+    {"tools": [{**FETCH, "strict": True}]},
+    {"tools": [{"name": "x", "defer_loading": True, "allowed_callers": ["direct"], "input_examples": [{}]}]},
+    {"max_tokens": 1, "messages": [{"role": "user", "content": "quota"}], "metadata": {"user_id": '{"device": "a"}'}},
+    {"thinking": {"type": "adaptive", "display": "omitted"}, "output_config": {"effort": "max"}},
+    {"thinking": {"type": "enabled", "budget_tokens": 1024}, "speed": "fast", "inference_geo": "us"},
+    {"messages": [*HI, {"role": "system", "content": "now"}, {"role": "user", "content": "x"}]},
+    {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "gone", "content": "x"}]}]},
+    {"messages": [*PAST_CALL, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a"}]}]},
+    {
+        "messages": [
+            *HI,
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "hm", "signature": "of another server"},
+                    {"type": "redacted_thinking", "data": "x"},
+                ],
+            },
+            {"role": "user", "content": [{"type": "text", "text": "", "citations": None}]},
+        ]
+    },
+)
+
+
+async def test_more_shapes_of_coding_tools(tokenizer: Tokenizer) -> None:
+    async with anthropic_bench(tokenizer, '[{"name": "Fetch", "parameters": {"url": "x"}}]', **PARSERS) as (b, client):
+        for changes in ACCEPTED:
+            for path in (PATH, f"{PATH}/count_tokens"):
+                answer = await b.http.post(f"{path}?beta=true", json={**ASK, **changes})
+                assert answer.status_code == 200, (changes, answer.text)
+        system = [{"type": "text", "text": f"{number}", "cache_control": {"type": "ephemeral"}} for number in range(60)]
+        await client.messages.create(**ASK, system=system)
+        prompt = tokenizer.decode(b.scheduler.requests[-1].input_ids)
+        assert "\n".join(map(str, range(60))) in prompt
+
+
 async def test_count_tokens_and_an_answer_to_go_on_with(tokenizer: Tokenizer) -> None:
     template = server_kit.TEMPLATE.replace("{{ m.content }}\n", "{{ m.content }}")
     tokenizer = tiny_tokenizer(template)
@@ -230,13 +292,18 @@ async def test_a_format_becomes_a_grammar(tokenizer: Tokenizer) -> None:
         assert grammar is not None and json.loads(grammar.text)["required"] == ["city"]
 
 
-IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
-USE = {"type": "tool_use", "id": "a", "name": "now", "input": {}}
 BAD: tuple[tuple[dict[str, Any], str], ...] = (
     ({"max_tokens": None}, "max_tokens"),
     ({"max_tokens": -1}, "max_tokens"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [*HI, {"role": "user", "content": []}]}, "messages[1].content"),
+    ({"messages": [*HI, {"role": "assistant", "content": [{**USE, "input": "{}"}]}]}, "messages[1].content[0].input"),
+    (
+        {"messages": [*HI, {"role": "assistant", "content": [{**USE, "type": "server_tool_use"}]}]},
+        "messages[1].content[0]",
+    ),
+    ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
     ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]"),
     ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "messages[0].content[0]"),
     ({"messages": [{"role": "user", "content": [USE]}]}, "messages[0].content[0]"),
