@@ -163,6 +163,12 @@ def document(args: argparse.Namespace, facts: dict[str, Any], tables: dict[str, 
     return "\n".join([head, "", *sections, report.footer(facts, notes, own_load=args.threads)])
 
 
+def shown_words(words: Sequence[str]) -> list[str]:
+    """Return the words of the command without `--keep` and `--root`, which say where files are."""
+    folders = [index for index, word in enumerate(words) if word in ("--keep", "--root")]
+    return [word for index, word in enumerate(words) if index not in folders and index - 1 not in folders]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure all services, draw, and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -180,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if missing := [name for name in args.systems if not KINDS[name].can_serve()]:
         parser.error(f"not installed: {', '.join(missing)}; scripts/setup_peers.sh does that")
-    bench = report.Run("readme", argv, module="readme_charts")
+    bench = report.Run("readme", shown_words(sys.argv[1:] if argv is None else argv), module="readme_charts")
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     tables = {}
     with contextlib.ExitStack() as stack:
