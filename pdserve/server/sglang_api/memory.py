@@ -38,6 +38,7 @@ QUIET_S = 5.0
 """Seconds in which transfers of ended requests must have ended."""
 NO_TENSOR = ("has no tensor", "does not use the tensor")
 BUSY_CODE = "busy"
+LIVE = "requests are live"
 
 
 def memory_released() -> RequestError:
@@ -119,7 +120,7 @@ class MemoryEndpoints:
         if not reply.ok:
             if self._context.config.parallel.dp_size > 1:
                 await self._command_resume([tag for tag in tags if tag not in self._released])
-            raise RequestError(reply.message, code="release_failed")
+            raise RequestError(reply.message, code=BUSY_CODE if LIVE in reply.message else "release_failed")
         self._released = tuple(tag for tag in MEMORY_TAGS if tag in (*self._released, *tags))
 
     async def _command_resume(self, tags: Sequence[str]) -> CommandReply:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -82,9 +83,15 @@ def test_adapters_change_the_other_weights_as_they_would_have_from_the_start(ker
 def test_experts_of_other_weights_are_where_the_former_ones_were(
     precision: Precision, gang: Gang, tmp_path: Path
 ) -> None:
-    """They have moved before, and a plan that began before the change is carried out behind it."""
+    """They have moved before, and a plan that began before the change is carried out behind it. The file of their first
+    places is gone.
+    """
     paths = tuple(make_tiny("qwen3_moe", tmp_path / name, seed=seed) for seed, name in ((3, "a"), (4, "b")))
-    experts = ParallelConfig(tp_size=2, ep_size=2, ep_num_redundant_experts=2, enable_eplb=True)
+    location = tmp_path / "location.json"
+    experts = ParallelConfig(
+        tp_size=2, ep_size=2, ep_num_redundant_experts=2, enable_eplb=True, init_expert_location=str(location)
+    )
+    location.write_text(json.dumps({"physical_to_logical_map": [[5, 4, 3, 2, 1, 0, 5, 4]] * 3}))
     fresh = [gang.run(ParallelShape(tp_size=2), outcome, path, VOCAB_SIZE, experts, precision)[0] for path in paths]
     ranks = gang.run(ParallelShape(tp_size=2), changed, paths, VOCAB_SIZE, experts, precision)
     for rank in ranks:
