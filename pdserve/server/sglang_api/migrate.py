@@ -88,8 +88,13 @@ class Migrations:
             raise RequestError(message, field="rid", status=409, code="migration_under_way")
         task = asyncio.create_task(self._move(state, url, attach=bool(body.attach)))
         self._moving[rid] = task  # it ends also when its caller has gone
-        task.add_done_callback(lambda _: self._moving.pop(rid, None))
+        task.add_done_callback(lambda done: self._moved(rid, done))
         return json_response({"success": True, "rid": body.rid, "to": str(url), **await asyncio.shield(task)})
+
+    def _moved(self, rid: str, done: asyncio.Task[dict[str, Any]]) -> None:
+        self._moving.pop(rid, None)
+        if not done.cancelled():
+            done.exception()  # a caller that has gone does not take it
 
     async def replicate(self, request: Request) -> Response:
         """`POST /replicate`: send the cached prefix of a prompt to another server, whose prefix cache then has it.
