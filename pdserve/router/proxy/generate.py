@@ -84,11 +84,13 @@ def explain_not_json(data: bytes, error: orjson.JSONDecodeError) -> tuple[str, s
     return (f"the body is not JSON: {error}", None) if field is None else (f"{field} must be a finite number", field)
 
 
-def _non_finite(value: object, name: str = "the body") -> str | None:
-    """Return the name of the first field in `value` that is NaN or infinite; None without one."""
+def _non_finite(value: object, name: str = "") -> str | None:
+    """Return the path of the first field in `value` that is NaN or infinite, as in `options.seed`; None without one."""
     if isinstance(value, float):
-        return None if math.isfinite(value) else name
-    items = value.items() if isinstance(value, dict) else [(name, v) for v in value] if isinstance(value, list) else ()
+        return None if math.isfinite(value) else name or "the body"
+    items = [(name, item) for item in value] if isinstance(value, list) else ()
+    if isinstance(value, dict):
+        items = [(f"{name}.{key}" if name else key, item) for key, item in value.items()]
     return next((found for key, item in items if (found := _non_finite(item, key)) is not None), None)
 
 
