@@ -62,7 +62,7 @@ class ReadmeChart:
 
 
 CHARTS = (  # in the order of the runs: the first has a warm-up, which the second does without
-    ReadmeChart("throughput", "Output tokens/s by number of streams", ("output_throughput",)),
+    ReadmeChart("throughput", "1 to 64 streams at a time", ("output_throughput",)),
     ReadmeChart(
         "interference", f"{STREAMS} streams, alone and while long prompts arrive", ("p99_itl_ms", "output_throughput")
     ),

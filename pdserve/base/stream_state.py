@@ -20,6 +20,8 @@ import msgspec
 
 ROLE_HEADER = "X-PDServe-Role"
 NO_ROLE = "none"
+MEMORY_RELEASED = "memory_released"
+"""Status in `/health` of a server that takes no requests until its memory is back, and code of its refusals."""
 
 
 STATE_HEADER = "X-PDServe-Stream-State"

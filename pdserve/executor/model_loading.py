@@ -410,6 +410,9 @@ def expert_map_of(wanted: ModelToLoad) -> ExpertMap | None:
     config, spec, parallel = wanted.config.parallel, wanted.spec, wanted.parallel
     if config.ep_size == 1 or spec.moe is None:
         return None
+    in_use = None if wanted.beside is None else wanted.beside.decoder
+    if in_use is not None and in_use.expert_map is not None and in_use.expert_map.rows.keys() == set(spec.moe_layers):
+        return in_use.expert_map  # the file of --init-expert-location may have changed
     leads = layers_of(spec.num_layers, parallel.coord.shape.pp_size, 0)
     if config.enable_eplb and not any(layer in leads for layer in spec.moe_layers):
         raise ConfigError(

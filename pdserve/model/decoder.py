@@ -75,6 +75,7 @@ class Decoder:
         """Rotary angles of the kinds of attention, those that rotate alike once."""
         embedding = self._embedding_rows() if has_ends else None
         mine = layers_of(spec.num_layers, coord.shape.pp_size, coord.pp_rank)
+        self.expert_map = expert_map
         build = _LayerBuilder(spec, self.params, kernels, self.parallel, expert_map, ropes)
         self.layers = [build.layer(index, local) for local, index in enumerate(mine)]
         self.moe_layers = {

@@ -21,6 +21,7 @@ from pdserve.base.log_ring import PATH as LOGS_PATH
 from pdserve.http.access import (
     COUNT_TOKENS_PATH,
     GENERATING,
+    OLLAMA_PS_PATH,
     OLLAMA_SHOW_PATH,
     OLLAMA_TAGS_PATH,
     OLLAMA_VERSION_PATH,
@@ -72,7 +73,8 @@ from pdserve.router.workers.workers import Registry, Worker
 
 ASKED = (
     *("/v1/models", "/v1/models/{name:.+}", "/get_model_info", "/model_info"),
-    *("/get_weight_version", "/weight_version", "/get_weights_by_name", OLLAMA_TAGS_PATH, OLLAMA_VERSION_PATH),
+    *("/get_weight_version", "/weight_version", "/get_weights_by_name"),
+    *(OLLAMA_TAGS_PATH, OLLAMA_PS_PATH, OLLAMA_VERSION_PATH),
 )
 ASKED_WITH_BODY = (
     *("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"),

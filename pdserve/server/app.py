@@ -31,6 +31,7 @@ from pdserve.http.access import (
     MESSAGES_PATH,
     OLLAMA_CHAT_PATH,
     OLLAMA_GENERATE_PATH,
+    OLLAMA_PS_PATH,
     OLLAMA_SHOW_PATH,
     OLLAMA_TAGS_PATH,
     OLLAMA_VERSION_PATH,
@@ -71,7 +72,7 @@ from pdserve.server.http.middleware import (
     RequestIdMiddleware,
 )
 from pdserve.server.migration_client import MigrateStreamBody, MigrationClient, TakeInBody
-from pdserve.server.ollama_api.facts import ollama_show, ollama_tags, ollama_version
+from pdserve.server.ollama_api.facts import ollama_ps, ollama_root, ollama_show, ollama_tags, ollama_version
 from pdserve.server.ollama_api.generation import ollama_chat, ollama_generate
 from pdserve.server.ollama_api.schemas import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
 from pdserve.server.openai import models
@@ -366,6 +367,8 @@ ROUTES: tuple[tuple[str, str, str, Endpoint], ...] = (
     ("post_ollama_generate", "POST", OLLAMA_GENERATE_PATH, ollama_generate),
     ("post_ollama_show", "POST", OLLAMA_SHOW_PATH, ollama_show),
     ("get_ollama_tags", "GET", OLLAMA_TAGS_PATH, ollama_tags),
+    ("get_ollama_ps", "GET", OLLAMA_PS_PATH, ollama_ps),
+    ("get_ollama_root", "GET HEAD", "/", ollama_root),
     ("get_ollama_version", "GET", OLLAMA_VERSION_PATH, ollama_version),
     ("post_tokenize", "POST", "/tokenize", tokenize),
     ("post_tokenize", "POST", "/v1/tokenize", tokenize),

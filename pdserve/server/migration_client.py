@@ -86,6 +86,18 @@ class MigrationClient:
         self._ca_certs = ca_certs
         self._session: aiohttp.ClientSession | None = None
 
+    async def reach(self, url: URL) -> None:
+        """Return once the server at `url` has answered a call, with any status.
+
+        Raises:
+            RequestError: 502, it does not answer within `CONNECT_S` seconds.
+        """
+        try:
+            async with asyncio.timeout(CONNECT_S), self._opened().get(url.with_path("/health")):
+                return
+        except (aiohttp.ClientError, OSError) as error:
+            raise _failed(f"{url} does not answer: {error or type(error).__name__}") from error
+
     async def take_in(self, url: URL, taken: TakeInBody) -> None:
         """Have the server at `url` take the request; return once it computes it.
 
@@ -125,7 +137,7 @@ class MigrationClient:
         if self._session is not None:
             await self._session.close()
 
-    def _post(self, url: URL, path: str, body: bytes) -> aiohttp.client._RequestContextManager:
+    def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
             proof = [WorkerProof(worker_key(self._token), CONNECT_S)] if self._token else []
             verify: ssl.SSLContext | bool = True
@@ -138,10 +150,13 @@ class MigrationClient:
                 read_bufsize=MAX_EVENT_BYTES,
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S),
             )
+        return self._session
+
+    def _post(self, url: URL, path: str, body: bytes) -> aiohttp.client._RequestContextManager:
         headers = {"Content-Type": "application/json"}
         if self._key and not self._token:
             headers["Authorization"] = f"Bearer {self._key}"
-        return self._session.post(url.with_path(path), data=body, headers=headers, allow_redirects=False)
+        return self._opened().post(url.with_path(path), data=body, headers=headers, allow_redirects=False)
 
 
 def decode_output(data: bytes) -> EngineCoreOutput:

@@ -116,7 +116,7 @@ class SnapshotStore:
         """Return the snapshot of `rid`.
 
         Raises:
-            RequestError: 404, no such request is suspended.
+            RequestError: 404, no such request is suspended; 500, its file cannot be read.
         """
         try:
             if self._directory is None or rid in self._held:
@@ -126,6 +126,9 @@ class SnapshotStore:
             raise RequestError(
                 f"no request {rid!r} is suspended", field="rid", status=404, code="not_suspended"
             ) from None
+        except OSError as error:
+            message = f"the snapshot of {rid!r} cannot be read: {error}"
+            raise RequestError(message, field="rid", status=500, code="snapshot_unreadable") from error
 
     def drop(self, rid: str) -> bool:
         """Forget the snapshot of `rid`; returns whether there was one."""
@@ -153,7 +156,7 @@ class SnapshotStore:
         file: int | None = None
         try:
             if self._directory is not None and rid not in self._held:
-                with contextlib.suppress(FileNotFoundError):  # then `get` answers 404
+                with contextlib.suppress(OSError):  # then `get` says why
                     file = os.open(self._path(rid), os.O_RDONLY)
             if file is not None:
                 try:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pdserve.base.clock import ManualClock
 from pdserve.base.parallel import ParallelShape
 from pdserve.sim.faults import Recorder
+from pdserve.sim.in_place import SharedSteps
 from pdserve.sim.migrations import SimMigrations
 from pdserve.sim.mishaps import Mishaps
 from pdserve.sim.network import Faults, SimNet
@@ -45,6 +46,8 @@ class Layout:
     decode_ranks: ParallelShape = ParallelShape()
     redirect: float = 0.0
     """Probability that a request goes to a prefill replica other than the one its bootstrap room names."""
+    shares_steps: bool = False
+    """Whether replicas of a server take other weights together, as with DP attention."""
 
     def dp_size(self, role: str) -> int:
         """Return the number of replicas of a server."""
@@ -99,6 +102,10 @@ class Cluster:
             for name in (endpoint, *self.net.processes[node.instance]):
                 self.net.hosts[name] = host
         self.net.hosts[host] = host
+        if self.layout.shares_steps and len(replicas) > 1:
+            shared = SharedSteps(self.net, len(replicas))
+            for node in replicas:
+                node.share_steps(shared)
         server = SimServer(role, host, clock, replicas, self.net, self.layout.redirect)
         server.take_role(role)
         return server

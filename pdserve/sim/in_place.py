@@ -6,6 +6,7 @@ Mishaps: drain ──> SwitchRole to all replicas ──> all have it: the serve
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
 from typing import Protocol
 
@@ -16,6 +17,7 @@ from pdserve.protocol.weights import Preparation, PrepareWeights, weights_name
 from pdserve.scheduler.role_switcher import OpenedRole
 from pdserve.scheduler.roles.base import SchedulerRole
 from pdserve.scheduler.weights_update import InstalledWeights
+from pdserve.sim.network import SimNet
 from pdserve.transfer.manager import KVManager
 
 
@@ -121,9 +123,44 @@ class WeightsNode(Protocol):
         """See `SimNode`."""
         ...
 
+    def may_install(self, query_id: str) -> bool:
+        """See `SimNode`."""
+        ...
+
     def take_weights(self, number: int) -> None:
         """See `SimNode`."""
         ...
+
+
+class SharedSteps:
+    """Replicas of a server that compute all steps together, as with DP attention: `num_replicas` of them.
+
+    They take other weights once all are ready, each in a turn of its own. A step while their weights differ is an
+    AssertionError.
+    """
+
+    def __init__(self, net: SimNet, num_replicas: int) -> None:
+        self._net = net
+        self._num_replicas = num_replicas
+        self._ready: dict[str, set[WeightsNode]] = defaultdict(set)
+        """By query id: where nothing runs."""
+        self._num_changes: Counter[WeightsNode] = Counter()
+
+    def may_install(self, query_id: str, replica: WeightsNode) -> bool:
+        """Whether `replica`, where nothing runs, takes other weights in this turn."""
+        self._ready[query_id].add(replica)
+        return len(self._ready[query_id]) == self._num_replicas and self._net.rng.random() < 0.5
+
+    def changed(self, replica: WeightsNode) -> None:
+        """Note that `replica` has other weights."""
+        self._num_changes[replica] += 1
+        self._net.counts["weights of replicas that compute together"] += 1
+
+    def check(self) -> None:
+        """Raise AssertionError if a step that begins now is computed with different weights."""
+        changes = set(self._num_changes.values())
+        differ = len(changes) > 1 or (changes and len(self._num_changes) < self._num_replicas)
+        assert not differ, "a step is computed with the weights of two versions"
 
 
 class SimWeights:
@@ -149,8 +186,8 @@ class SimWeights:
         """See `RankWeights.end_wait`. Does nothing."""
 
     def may_install(self, query_id: str) -> bool:
-        """See `RankWeights.may_install`. Simulated replicas compute alone."""
-        return True
+        """See `RankWeights.may_install`."""
+        return self._node.may_install(query_id)
 
     def install(self, version: str | None) -> InstalledWeights:
         """See `RankWeights.install`."""

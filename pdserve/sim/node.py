@@ -45,7 +45,7 @@ from pdserve.sim.hash_layout import hash_draft_layout, hash_layout
 from pdserve.sim.hash_lm import HashExecutor
 from pdserve.sim.hash_storage import add_store, open_port
 from pdserve.sim.hash_tier import HashHasher
-from pdserve.sim.in_place import SimMemory, SimRoles, SimWeights, name_of
+from pdserve.sim.in_place import SharedSteps, SimMemory, SimRoles, SimWeights, name_of
 from pdserve.sim.network import Faults, Grants, Pool, SimCopyEngine, SimDirectory, SimNet, SimSocket, Verb
 from pdserve.sim.shape import Prompt, RequestHalf, Shape, request
 from pdserve.sim.tiered_node import TieredNode
@@ -94,6 +94,7 @@ class SimNode(TieredNode):
         write_kv_line: WriteLine | None = None,
     ) -> None:
         self.mode, self.endpoint, self.instance = mode, endpoint, instance
+        self._shared_steps: SharedSteps | None = None
         self._write_kv_line = write_kv_line
         self.halves: dict[str, RequestHalf] = defaultdict(RequestHalf)
         self.extracted: dict[str, ExtractReply] = {}
@@ -222,10 +223,23 @@ class SimNode(TieredNode):
     def take_weights(self, number: int) -> None:
         """Compute with the weights of this number from now on."""
         self.executor.change_weights(number)
+        if self._shared_steps is not None:
+            self._shared_steps.changed(self)
+
+    def may_install(self, query_id: str) -> bool:
+        """See `RankWeights.may_install`. All ranks learn it."""
+        return self._shared_steps is None or self._shared_steps.may_install(query_id, self)
+
+    def share_steps(self, shared: SharedSteps) -> None:
+        """Compute all steps together with other replicas."""
+        self._shared_steps = shared
 
     def step(self) -> None:
         """Run one turn of the scheduler."""
+        before = self.scheduler.context.newest_step
         self.scheduler.step()
+        if self._shared_steps is not None and self.scheduler.context.newest_step != before:
+            self._shared_steps.check()
 
     @property
     def processes(self) -> list[str]:

@@ -135,6 +135,11 @@ class RankedNode(SimNode):
         found = super().load_ends()
         return _text(self._rank.log.answer(lambda: msgspec.msgpack.encode(found)))
 
+    def may_install(self, query_id: str) -> bool:
+        """See `SimNode.may_install`."""
+        found = super().may_install(query_id)
+        return self._rank.log.answer(lambda: found)
+
     def has_entries(self, number: int) -> bool:
         """Whether the log has entries that rank `number` has not followed."""
         return bool(self._entries[number])
@@ -278,6 +283,10 @@ class _Follower(SimNode):
     def load_ends(self) -> str | None:
         """See `SimNode.load_ends`. Rank 0 draws."""
         return _text(self._rank.log.answer(bytes))
+
+    def may_install(self, query_id: str) -> bool:
+        """See `SimNode.may_install`. Rank 0 knows."""
+        return self._rank.log.answer(bool)
 
     def take_weights(self, number: int) -> None:
         """See `SimNode.take_weights`. Rank 0 has changed the model, which computes for all ranks."""

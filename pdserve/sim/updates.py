@@ -40,8 +40,8 @@ class _Update:
     def post(self, phase: str) -> None:
         """Send the next command to all replicas."""
         self.phase = phase
-        for index, node in enumerate(self.server.replicas):
-            query_id = f"weights-{self.query}-{phase}-{index}"
+        query_id = f"weights-{self.query}-{phase}"
+        for node in self.server.replicas:
             match phase:
                 case "prepare":
                     node.mailbox.post(PrepareWeights(query_id=query_id, model_path=str(self.number)))
@@ -55,8 +55,8 @@ class _Update:
     def outcome(self) -> bool | None:
         """Whether all replicas have done what the command says; None while one has not answered."""
         replies: list[CommandReply] = []
-        for index, node in enumerate(self.server.replicas):
-            reply = node.replies.get(f"weights-{self.query}-{self.phase}-{index}")
+        for node in self.server.replicas:
+            reply = node.replies.get(f"weights-{self.query}-{self.phase}")
             if reply is None:
                 return None
             replies.append(reply)

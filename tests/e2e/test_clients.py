@@ -238,3 +238,17 @@ def test_the_benchmark_compares_pair_and_monolith(pair: Pair, monolith: Server, 
     assert all(0 < one["mean_ttft_ms"] < one["mean_ttst_ms"] < one["mean_e2el_ms"] for one in results)
     assert "<svg" in page.read_text()
     assert_idle(pair.prefill, pair.decode)
+
+
+def test_what_a_benchmark_cuts_leaves_nothing_behind(pair: Pair, tmp_path: Path) -> None:
+    out, chart = tmp_path / "out.json", tmp_path / "out.svg"
+    words = ["bench", "--base-url", pair.url, "--ignore-eos", "--vocab-size", "200", "--num-prompts", "500"]
+    words += ["--random-input-len", "20", "--random-output-len", "100", "--max-concurrency", "4", "--duration", "1.5"]
+    words += ["--background-concurrency", "0", "2", "--background-input-len", "200", "--output-json", str(out)]
+    assert pdserve(words) == 0
+    results = json.loads(out.read_text())["results"]
+    assert all(0 < one["unfinished"] <= 4 and not one["failed"] for one in results)
+    assert results[1]["background_failed"] == 0
+    assert pdserve(["bench", "compare", str(out), "--metric", "output_throughput", "--output-svg", str(chart)]) == 0
+    assert "beside 2 x 200-token prompts" in chart.read_text()
+    assert_idle(pair.prefill, pair.decode)

@@ -186,10 +186,11 @@ def test_a_pair_with_adapters_changes_its_weights_under_load(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("split", [(), TWO], ids=["", "dp attention"])
 @pytest.mark.parametrize("how", ["through the router", "by hand"])
-def test_a_pair_changes_its_weights_under_load(models: Models, how: str) -> None:
+def test_a_pair_changes_its_weights_under_load(models: Models, how: str, split: tuple[str, ...]) -> None:
     """The clients notice nothing: the router asks again while the two servers differ."""
-    with running_pair(str(models.paths[0]), *FLAGS, "--weight-version", "first") as pair:
+    with running_pair(str(models.paths[0]), *FLAGS, *split, "--weight-version", "first") as pair:
 
         def change(path: Path, version: str) -> None:
             for server in [pair.router] if how == "through the router" else pair.workers:

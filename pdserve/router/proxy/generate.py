@@ -64,7 +64,8 @@ def parse_object(data: bytes) -> tuple[dict[str, Any], bytes | None]:
     try:
         body = orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise RequestError(explain_not_json(data, error), code="invalid_request") from error
+        message, field = explain_not_json(data, error)
+        raise RequestError(message, field=field, code="invalid_request") from error
     if not isinstance(body, dict):
         message = f"the body must be a JSON object, got {type(body).__name__}"
         raise RequestError(message, code="invalid_request")
@@ -76,13 +77,13 @@ def parse_object(data: bytes) -> tuple[dict[str, Any], bytes | None]:
     return body, data if is_shallow and len(body) == num_fields else orjson.dumps(body)
 
 
-def explain_not_json(data: bytes, error: orjson.JSONDecodeError) -> str:
-    """Return the error text for `data`; it names the field with NaN or Infinity, which Python clients may send."""
+def explain_not_json(data: bytes, error: orjson.JSONDecodeError) -> tuple[str, str | None]:
+    """Return the error text for `data`, and the field with NaN or Infinity, which Python clients may send."""
     try:
         field = _non_finite(json.loads(data)) if len(data) <= EXPLAINED_BYTES else None
     except (ValueError, RecursionError):
         field = None
-    return f"the body is not JSON: {error}" if field is None else f"{field} must be a finite number"
+    return (f"the body is not JSON: {error}", None) if field is None else (f"{field} must be a finite number", field)
 
 
 def _non_finite(value: object, name: str = "the body") -> str | None:

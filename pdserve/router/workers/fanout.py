@@ -149,12 +149,14 @@ class WorkerFanout:
 
     async def fan_out(self, request: web.Request) -> web.Response:
         """Forward a request to every healthy worker; 200 if all answered 200, else the highest status."""
-        body = request[BODY]
-        workers = self._alive()
+        body, of_memory = request[BODY], request.path in MEMORY_COMMANDS
+        workers = await self._asked_again() if of_memory else self._alive()
         if not workers:
             return error_response(503, "no healthy worker", "no_worker", RETRY_AFTER)
-        timeout_s = MEMORY_TIMEOUT_S if request.path in MEMORY_COMMANDS else None
+        timeout_s = MEMORY_TIMEOUT_S if of_memory else None
         answers = await asyncio.gather(*(self._call(request, worker, body, timeout_s) for worker in workers))
+        if of_memory:
+            await asyncio.gather(*map(self._health.check, workers))
         return _answer_of_all(workers, answers)
 
     async def update_weights(self, request: web.Request) -> web.Response:
@@ -166,7 +168,7 @@ class WorkerFanout:
             prepare = orjson.dumps(fields | {"prepare_only": True})
         except orjson.JSONEncodeError:
             return error_response(400, "the body is nested too deeply", "invalid_json")
-        workers = self._alive()
+        workers = await self._asked_again()
         if not workers:
             return error_response(503, "no healthy worker", "no_worker", RETRY_AFTER)
         drain_s = fields.get("drain_timeout_secs")
@@ -193,8 +195,16 @@ class WorkerFanout:
         ]
 
     def _alive(self) -> list[Worker]:
-        """Return the healthy workers, including draining ones, where requests still run."""
-        return [worker for worker in self._registry.workers if worker.healthy]
+        """Return the healthy workers, including draining ones, where requests still run, and those that take no
+        requests because their memory is released.
+        """
+        return [worker for worker in self._registry.workers if worker.healthy or worker.released]
+
+    async def _asked_again(self) -> list[Worker]:
+        """Like `_alive`, after another check of the other workers, whose memory may have been released just now."""
+        others = [one for one in self._registry.workers if not (one.healthy or one.released)]
+        await asyncio.gather(*map(self._health.check, others))
+        return self._alive()
 
     async def _get_object(self, request: web.Request, worker: Worker) -> dict[str, Any]:
         """Return the worker's JSON object, or an object with the field `error`."""

@@ -22,7 +22,7 @@ import orjson
 
 from pdserve.base.log import SparingLog, no_request
 from pdserve.base.proof import PROOF_HEADER
-from pdserve.base.stream_state import NO_ROLE, ROLE_HEADER
+from pdserve.base.stream_state import MEMORY_RELEASED, NO_ROLE, ROLE_HEADER
 from pdserve.http.session_proof import REQUIRED
 from pdserve.router.config.config import RouterConfig, WorkerRole
 from pdserve.router.workers.outcome import describe, error_of, is_out_of_descriptors, own_headers, read_at_most
@@ -120,7 +120,8 @@ class HealthMonitor:
             return
         role = WorkerRole.of_mode(reported)
         if reported == NO_ROLE:
-            self._mark_dead(worker, "it accepts no requests: its role is being changed, or it shuts down")
+            why = "its memory is released" if worker.released else "its role is being changed, or it shuts down"
+            self._mark_dead(worker, f"it accepts no requests: {why}")
         elif role is None or role not in self._config.roles:
             here = " and ".join(self._config.roles)
             self._mark_dead(worker, f"its --disaggregation-mode is {reported} now, and this router needs {here}")
@@ -160,6 +161,7 @@ class HealthMonitor:
                 self._warnings.warning("%s cannot be checked: %s", worker.spec.url, describe(error))
                 await asyncio.sleep(RECHECK_DEAD_S)
                 return
+            worker.released = False
             worker.ended = worker.ended or _is_refused(error)
             self._mark_dead(worker, describe(error))
             if not _is_refused(error):
@@ -192,7 +194,10 @@ class HealthMonitor:
             url, timeout=timeout, headers=self._headers(worker), allow_redirects=False
         ) as response:
             if response.status == 200 or not self._health.enabled:
-                return 200, response.headers.get(ROLE_HEADER)
+                role = response.headers.get(ROLE_HEADER)
+                worker.released = role == NO_ROLE and _is_released(await read_at_most(response, MAX_ERROR_BYTES))
+                return 200, role
+            worker.released = False
             return response.status, error_of(await read_at_most(response, MAX_ERROR_BYTES))[0]
 
     async def _learn(self, worker: Worker, timeout: aiohttp.ClientTimeout) -> str | None:
@@ -292,6 +297,15 @@ class HealthMonitor:
             log.warning("%s %s is down: %s", worker.spec.role, worker.spec.url, reason)
             worker.healthy = False
             self._on_change()
+
+
+def _is_released(health: bytes) -> bool:
+    """Whether an answer of `/health` says that memory is released."""
+    try:
+        found = orjson.loads(health)
+    except orjson.JSONDecodeError:
+        return False
+    return isinstance(found, dict) and found.get("status") == MEMORY_RELEASED
 
 
 def _why_lost(error: Exception) -> str:

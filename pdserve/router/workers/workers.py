@@ -210,6 +210,8 @@ class Worker:
     last_error: str | None = "not checked yet"
     ended: bool = False
     """True: a connection was refused since the worker was last healthy, so that its process has ended."""
+    released: bool = False
+    """True: the worker runs and takes no requests, because its memory is released until a command takes it again."""
     attempts: set[RunningAttempt] = dataclasses.field(default_factory=set)
     """Running attempts at this worker."""
     ended_bytes: int = 0

@@ -24,7 +24,7 @@ from pdserve.base.log import current_request_id
 from pdserve.base.stream_state import DONE
 from pdserve.errors import PdserveError, RequestError
 from pdserve.http.access import CONTINUING, GENERATING, TOO_MANY_VALUES, BodyBudget, has_too_many_values
-from pdserve.http.error_forms import ANTHROPIC_PATHS, converted_error, error_event
+from pdserve.http.error_forms import ANTHROPIC_PATHS, ANTHROPIC_REQUEST_ID, converted_error, error_event
 from pdserve.http.errors import HttpRefusal, error_object
 from pdserve.http.errors import convert as convert
 from pdserve.server.generation import Generation, GenerationUpdate
@@ -52,10 +52,12 @@ async def _on_http_exception(_: Request, error: Exception) -> Response:
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    """Answer in the form of the API at the path: this handler runs outside of `ErrorFormMiddleware`."""
+    """Answer in the form of the API at the path: this handler runs outside of all middleware."""
     body = orjson.dumps(error_object(f"internal error: {type(error).__name__}", 500, code="internal_error"))
-    data = converted_error(request.url.path, body, request.headers.get("x-request-id"))
-    return Response(data, status_code=500, media_type="application/json")
+    request_id = request.scope.get(REQUEST_ID)
+    data = converted_error(request.url.path, body, request_id)
+    headers = None if request_id is None else {"x-request-id": request_id, ANTHROPIC_REQUEST_ID: request_id}
+    return Response(data, status_code=500, media_type="application/json", headers=headers)
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -77,6 +79,8 @@ PARSED_BODY = "pdserve.parsed_body"
 CLIENT_SLOT = "pdserve.client_slot"
 """Key in the ASGI scope of a generating call of an `ExitStack` with its place in the client's limit; set by
 `AccessMiddleware`. Work that goes on behind the response takes it over."""
+REQUEST_ID = "pdserve.request_id"
+"""Key in a request's ASGI scope of its id; set by `RequestIdMiddleware`."""
 BODIES = "pdserve.bodies"
 """Key in a request's ASGI scope of the application's `BodyBudget`; set by `AccessMiddleware`."""
 EXPLAINED_BYTES = 1 << 20

@@ -55,7 +55,7 @@ from pdserve.http.session_proof import CHALLENGE_PATH
 from pdserve.observe.http_calls import CLIENT_GONE, HttpMetrics, log_access, routing_key_of
 from pdserve.observe.tracing import CallSpan
 from pdserve.server.http.control_proof import ControlProof, proof_refusal, signed
-from pdserve.server.http.json_http import BODIES, CLIENT_SLOT, GENERATES, refused
+from pdserve.server.http.json_http import BODIES, CLIENT_SLOT, GENERATES, REQUEST_ID, refused
 
 PUBLIC = frozenset({"/health", "/health_generate", "/ping", "/ready", "/readiness", "/metrics"})
 OPEN = PUBLIC | {CHALLENGE_PATH}
@@ -343,7 +343,7 @@ class HttpMetricsMiddleware:
 
 
 class RequestIdMiddleware:
-    """ASGI middleware: sets the request id of the task, and with `logs_access` logs each call at its end."""
+    """ASGI middleware: sets the request id of task and response, and with `logs_access` logs each call at its end."""
 
     def __init__(self, app: ASGIApp, config: AccessConfig, *, logs_access: bool) -> None:
         self._app = app
@@ -356,11 +356,19 @@ class RequestIdMiddleware:
             await self._app(scope, receive, send)
             return
         request_id = request_id_of(scope) or f"req-{uuid.uuid4().hex}"
+        scope[REQUEST_ID] = request_id
+        header = (REQUEST_ID_HEADER, request_id.encode("latin-1", errors="replace"))
+
+        async def marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), header]
+            await send(message)
+
         with request_context(request_id):
             if self._logs_access:
-                await self._logged(scope, receive, send, request_id)
+                await self._logged(scope, receive, marked, request_id)
             else:
-                await self._app(scope, receive, send)
+                await self._app(scope, receive, marked)
 
     async def _logged(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
         began_s = time.monotonic()

@@ -1,4 +1,6 @@
-"""`/api/tags`, `/api/show` and `/api/version` of Ollama's API: facts about the one served model and its adapters."""
+"""`/api/tags`, `/api/ps`, `/api/show` and `/api/version` of Ollama's API: facts about the one served model and its
+adapters.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,9 @@ from pdserve.server.http.json_http import convert, json_response, read_json_obje
 from pdserve.server.ollama_api.generation import require_ollama_api
 from pdserve.server.ollama_api.schemas import OllamaShowBody
 
+NEVER = "2318-01-01T00:00:00Z"
+"""When a model is unloaded that stays; as far away as at Ollama with a negative `keep_alive`."""
+
 
 async def ollama_tags(context: ServerContext, _: Request) -> Response:
     """Serve `GET /api/tags`: the served model, and the loaded LoRA adapters.
@@ -24,6 +29,28 @@ async def ollama_tags(context: ServerContext, _: Request) -> Response:
     """
     require_ollama_api(context)
     return json_response({"models": [_entry(context, name) for name in (context.model_name, *context.adapters)]})
+
+
+async def ollama_ps(context: ServerContext, _: Request) -> Response:
+    """Serve `GET /api/ps`: the models of `/api/tags`, all of which stay loaded.
+
+    Raises:
+        RequestError: 404 without `--enable-ollama-api`.
+    """
+    require_ollama_api(context)
+    loaded = {"expires_at": NEVER, "size_vram": 0, "context_length": context.client.require_ready().context_length}
+    models = [_entry(context, name) | loaded for name in (context.model_name, *context.adapters)]
+    return json_response({"models": models})
+
+
+async def ollama_root(context: ServerContext, _: Request) -> Response:
+    """Serve `GET /`, with which Ollama's clients ask whether it runs.
+
+    Raises:
+        RequestError: 404 without `--enable-ollama-api`.
+    """
+    require_ollama_api(context)
+    return Response(b"Ollama is running", media_type="text/plain")
 
 
 async def ollama_show(context: ServerContext, request: Request) -> Response:

@@ -25,7 +25,7 @@ import msgspec
 from fastapi import Request
 from fastapi.responses import Response
 
-from pdserve.base.stream_state import ROLE_HEADER
+from pdserve.base.stream_state import MEMORY_RELEASED, ROLE_HEADER
 from pdserve.config.groups import DisaggConfig
 from pdserve.errors import RequestError
 from pdserve.protocol.engine_state import EngineState, PeerLoad, WaitsFor
@@ -45,8 +45,6 @@ STATE_TIMEOUT_S = 1.0
 PROBE_TIMEOUT_S = 20.0
 SECOND_LOOK_S = 1.5
 """Seconds to wait for a heartbeat before a scheduler counts as dead, because this process may have been delayed."""
-RELEASED_CODE = "memory_released"
-"""Code of refused requests, and status in `/health`, while memory is released."""
 PARTNER_MEMORY_S = 60.0
 """Seconds after which a silent peer no longer fails `/ready`."""
 
@@ -59,14 +57,14 @@ async def health(context: ServerContext, drain_gate: DrainGate) -> Response:
     """
     drain_gate.require_staying()
     await require_alive(context)
-    status = RELEASED_CODE if is_released(drain_gate) else "ok"
+    status = MEMORY_RELEASED if is_released(drain_gate) else "ok"
     return json_response({"status": status}, headers={ROLE_HEADER: drain_gate.accepted_role})
 
 
 def is_released(drain_gate: DrainGate) -> bool:
     """Whether requests are refused because memory is released; see `memory.py`."""
     refusal = drain_gate.refusal(None)
-    return refusal is not None and refusal.code == RELEASED_CODE
+    return refusal is not None and refusal.code == MEMORY_RELEASED
 
 
 async def ready(context: ServerContext, drain_gate: DrainGate) -> Response:

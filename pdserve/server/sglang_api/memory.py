@@ -21,6 +21,7 @@ import orjson
 from fastapi import Request
 from fastapi.responses import Response
 
+from pdserve.base.stream_state import MEMORY_RELEASED
 from pdserve.errors import RequestError
 from pdserve.protocol.engine_memory import MEMORY_TAGS, GetWeights, ReleaseMemory, ResumeMemory, WeightRows
 from pdserve.protocol.messages import CommandReply
@@ -29,7 +30,7 @@ from pdserve.server.http.drain_gate import DrainGate
 from pdserve.server.http.json_http import convert, json_response, read_json_object
 from pdserve.server.request.weights_bodies import MemoryTagsBody, WeightNameBody
 from pdserve.server.sglang_api.commands import COMMAND_TIMEOUT_S
-from pdserve.server.sglang_api.health import RELEASED_CODE, is_released
+from pdserve.server.sglang_api.health import is_released
 
 MOVE_TIMEOUT_S = 600.0
 """Seconds that the engine may take to write or read the copy of the weights."""
@@ -37,6 +38,7 @@ QUIET_S = 5.0
 """Seconds in which transfers of ended requests must have ended."""
 NO_TENSOR = ("has no tensor", "does not use the tensor")
 BUSY_CODE = "busy"
+LIVE = "requests are live"
 
 
 def memory_released() -> RequestError:
@@ -44,7 +46,7 @@ def memory_released() -> RequestError:
     return RequestError(
         "the memory of this server is released until /resume_memory_occupation",
         status=503,
-        code=RELEASED_CODE,
+        code=MEMORY_RELEASED,
         retry_after_s=5,
     )
 
@@ -118,7 +120,7 @@ class MemoryEndpoints:
         if not reply.ok:
             if self._context.config.parallel.dp_size > 1:
                 await self._command_resume([tag for tag in tags if tag not in self._released])
-            raise RequestError(reply.message, code="release_failed")
+            raise RequestError(reply.message, code=BUSY_CODE if LIVE in reply.message else "release_failed")
         self._released = tuple(tag for tag in MEMORY_TAGS if tag in (*self._released, *tags))
 
     async def _command_resume(self, tags: Sequence[str]) -> CommandReply:

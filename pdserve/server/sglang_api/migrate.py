@@ -35,6 +35,7 @@ from pdserve.server.http.drain_gate import DrainGate
 from pdserve.server.http.json_http import convert, event, json_response, read_json_object, stream_response
 from pdserve.server.migration_client import FAILED, NO_CACHE, MigrateStreamBody, MigrationClient, TakeInBody, base_url
 from pdserve.server.request.incoming import check_incoming
+from pdserve.server.request.intake import with_salts
 from pdserve.server.request.restored import identity_of
 from pdserve.server.request.schemas import MigrateBody, ReplicateBody
 from pdserve.server.sglang_api.commands import COMMAND_TIMEOUT_S
@@ -87,8 +88,13 @@ class Migrations:
             raise RequestError(message, field="rid", status=409, code="migration_under_way")
         task = asyncio.create_task(self._move(state, url, attach=bool(body.attach)))
         self._moving[rid] = task  # it ends also when its caller has gone
-        task.add_done_callback(lambda _: self._moving.pop(rid, None))
+        task.add_done_callback(lambda done: self._moved(rid, done))
         return json_response({"success": True, "rid": body.rid, "to": str(url), **await asyncio.shield(task)})
+
+    def _moved(self, rid: str, done: asyncio.Task[dict[str, Any]]) -> None:
+        self._moving.pop(rid, None)
+        if not done.cancelled():
+            done.exception()  # a caller that has gone does not take it
 
     async def replicate(self, request: Request) -> Response:
         """`POST /replicate`: send the cached prefix of a prompt to another server, whose prefix cache then has it.
@@ -98,9 +104,10 @@ class Migrations:
         context = self._context
         body = convert(await read_json_object(request, context.max_body_bytes), ReplicateBody)
         url = None if body.to is None else base_url(body.to)
+        field = "disaggregation_mode" if context.mode != "decode" else "dp_size"
         if context.config.parallel.dp_size > 1 or context.mode != "decode":
-            message = "only decode servers with one replica send prefixes"
-            raise RequestError(message, field="dp_size", status=409, code="not_migratable")
+            message = f"{field}: only decode servers with one replica send prefixes"
+            raise RequestError(message, field=field, status=409, code="not_migratable")
         if (body.text is None) == (body.input_ids is None):
             raise RequestError("exactly one of text and input_ids must be given", field="text")
         field = "input_ids" if body.text is None else "text"
@@ -109,9 +116,8 @@ class Migrations:
             raise context.no_such_model(body.lora_path, field="lora_path")
         sampling = CoreSamplingParams(max_new_tokens=0)
         rid = f"replicate {secrets.token_hex(8)}"
-        prompt = GenerateRequest(
-            rid=rid, input_ids=tokens, sampling=sampling, lora=body.lora_path, cache_salt=body.cache_salt or ""
-        )
+        prompt = GenerateRequest(rid=rid, input_ids=tokens, sampling=sampling, lora=body.lora_path)
+        (prompt,) = with_salts([prompt], body)
         if url is None:
             return json_response({"success": True, "to": None, "num_tokens": await self._count_prefix(rid, prompt)})
         num_tokens = await self._send_prefix(rid, url, 0, prompt)
@@ -174,6 +180,8 @@ class Migrations:
         """Move a request. Raises RequestError when it goes on here."""
         client, rid, room = self._context.client, state.request.rid, secrets.randbits(62)
         num_stages = await self._send_stages(rid, url)
+        if not num_stages:  # a server that hangs is not waited for while the request stands still
+            await self._client.reach(url)
         stopped = await self._stop(rid, room)
         stopped_s = time.monotonic()
         offer = msgspec.msgpack.decode(stopped, type=MigrationOffer)

@@ -18,6 +18,7 @@ from typing import Protocol
 from fastapi import Request
 from fastapi.responses import Response
 
+from pdserve.base.stream_state import MEMORY_RELEASED
 from pdserve.config.groups import DisaggMode
 from pdserve.errors import RequestError
 from pdserve.http.errors import HttpRefusal
@@ -25,7 +26,7 @@ from pdserve.server.context import ServerContext
 from pdserve.server.http.drain_gate import DrainGate
 from pdserve.server.http.json_http import convert, json_response, read_json_object
 from pdserve.server.request.schemas import RoleSwitchBody
-from pdserve.server.sglang_api.health import RELEASED_CODE, is_released
+from pdserve.server.sglang_api.health import is_released
 
 DRAIN_S = 300.0
 MAX_DRAIN_S = 86_400.0
@@ -107,7 +108,7 @@ async def _switch(
     context.client.require_ready()
     if is_released(drain_gate):
         message = "new_role: the memory of this server is released; call /resume_memory_occupation first"
-        raise RequestError(message, field="new_role", status=409, code=RELEASED_CODE)
+        raise RequestError(message, field="new_role", status=409, code=MEMORY_RELEASED)
     if body.prepare_only:
         return _answer(RoleChanged(old, body.new_role, "nothing has to be prepared; the role is the same"), status=200)
     done = await changer.begin(body.new_role, drain_s, reload=body.reload is True)

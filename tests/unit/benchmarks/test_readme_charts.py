@@ -82,7 +82,7 @@ def test_the_script_measures_each_service_and_writes_charts_results_and_commands
     assert "pdserve bench --model smollm2" in text and "--background-concurrency 0 1" in text
     assert text.count("llama.cpp server") >= 6 and "Command: `python -m benchmarks.readme_charts" in text
     chart = (tmp_path / "docs/images/throughput.svg").read_text()
-    assert "16 in flight" in chart and "Output tokens/s by number of streams" in chart
+    assert "16 in flight" in chart and "1 to 64 streams at a time" in chart
 
 
 def test_a_service_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

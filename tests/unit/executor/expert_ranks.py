@@ -204,6 +204,7 @@ def changed(
     built = build(parallel, paths[0], experts, precision=precision)
     driver, balance, weights = Driver(built), built.executor.experts, built.weights
     assert balance is not None and weights is not None
+    Path(experts.init_expert_location).unlink(missing_ok=True)  # all ranks have read it
     prompts, num_tokens = [random_prompt(length, vocab_size) for length in LENGTHS], NUM_TOKENS
     tokens = [driver.generate(prompts, num_tokens)]
     balance.plan()

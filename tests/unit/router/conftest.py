@@ -100,9 +100,10 @@ class FakeWorker:
             request.transport.abort()
         if self.health_gate is not None:
             await self.health_gate.wait()
+        headers = None if self.mode is None else {ROLE_HEADER: self.mode}
         if self.health_body is not None:
-            return web.json_response(self.health_body, status=self.health_status)
-        return web.Response(status=self.health_status, headers=None if self.mode is None else {ROLE_HEADER: self.mode})
+            return web.json_response(self.health_body, status=self.health_status, headers=headers)
+        return web.Response(status=self.health_status, headers=headers)
 
     async def _pair(self, request: web.Request) -> web.Response:
         if self.on_pair is not None:

@@ -8,7 +8,8 @@ from typing import Any
 
 from aiohttp import web
 
-from pdserve.base.stream_state import NO_ROLE, ROLE_HEADER
+from pdserve.base.stream_state import MEMORY_RELEASED, NO_ROLE, ROLE_HEADER
+from pdserve.router.app import ROUTER
 from pdserve.router.config.config import BreakerConfig, RouterAccessConfig
 from tests.unit.router.conftest import FakeWorker, World, answer_ok
 from tests.waiting import until
@@ -212,5 +213,37 @@ def test_it_is_a_command(run_world: Run) -> None:
                 body = {"worker_url": "http://nowhere", "new_role": "prefill"}
                 async with world.session.post(url + PATH, json=body, headers=headers) as response:
                     assert response.status == status
+
+    run_world(scenario)
+
+
+def test_released_workers_get_commands_until_they_are_back(run_world: Run) -> None:
+    async def worker_with_memory(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if request.path == "/release_memory_occupation":
+            worker.mode, worker.health_body = NO_ROLE, {"status": MEMORY_RELEASED}
+        elif request.path == "/resume_memory_occupation":
+            worker.mode, worker.health_body = worker.name, None
+        return web.json_response({"success": True})
+
+    async def scenario(world: Any) -> None:
+        prefill, decode = [await world.worker(name, worker_with_memory) for name in ("prefill", "decode")]
+        async with world.router([prefill], [decode], check_interval_s=30.0) as url:
+
+            async def ask(path: str) -> int:
+                async with world.session.post(url + path, json={}) as response:
+                    assert set((await response.json()).get("workers", {})) <= {prefill.url, decode.url}
+                    return int(response.status)
+
+            assert await ask("/release_memory_occupation") == 200 and await world.healthy_urls(url) == set()
+            commands = ["/update_weights_from_disk", "/flush_cache", "/resume_memory_occupation"]
+            assert [await ask(path) for path in commands] == [200] * 3
+            assert await world.healthy_urls(url) == {prefill.url, decode.url}
+            for worker in (prefill, decode):
+                assert worker.paths == ["/release_memory_occupation", *commands[:1], *commands]
+            prefill.mode, prefill.health_body = NO_ROLE, {"status": MEMORY_RELEASED}
+            await world.app[ROUTER].health.check(world.app[ROUTER].registry.workers[0])
+            await prefill.stop()
+            assert await ask("/resume_memory_occupation") == 502, "it has ended, which the command finds"
+            assert await ask("/resume_memory_occupation") == 200, "the other one"
 
     run_world(scenario)

@@ -383,6 +383,8 @@ async def test_a_bug_is_told_in_the_form_of_the_api(tokenizer: Tokenizer, monkey
     async with anthropic_bench(tokenizer, "x") as (_, client):
         with pytest.raises(anthropic.InternalServerError) as raised:
             await client.messages.create(**ASK)
+    request_id = raised.value.response.headers["x-request-id"]
+    assert request_id and raised.value.request_id == request_id
     assert raised.value.body == {
         "type": "error",
         "error": {
@@ -390,7 +392,7 @@ async def test_a_bug_is_told_in_the_form_of_the_api(tokenizer: Tokenizer, monkey
             "code": "internal_error",
         },
         "code": 500,
-        "request_id": None,
+        "request_id": request_id,
     }  # fmt: skip
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 
 import msgspec
+import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from yarl import URL
 
+from pdserve.errors import RequestError
 from pdserve.protocol.messages import EngineCoreOutput, FinishReason
+from pdserve.server import migration_client
 from pdserve.server.migration_client import MigrationClient
 
 MANY = 120
@@ -43,3 +46,23 @@ async def test_many_moved_requests_are_read_at_once() -> None:
             all_open.set()
             await client.close()
     assert found == [[5]] * MANY
+
+
+async def test_a_server_that_hangs_is_found_before_a_request_stops_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(migration_client, "CONNECT_S", 0.05)
+    app, gate = web.Application(), asyncio.Event()
+
+    async def hang(request: web.Request) -> web.Response:
+        await gate.wait()
+        return web.Response(status=503)
+
+    app.router.add_get("/health", hang)
+    client = MigrationClient("", None)
+    async with TestServer(app) as server:
+        with pytest.raises(RequestError, match="does not answer") as refused:
+            await client.reach(server.make_url("/"))
+        assert (refused.value.status, refused.value.code, refused.value.field) == (502, "migration_failed", "to")
+        gate.set()
+        monkeypatch.setattr(migration_client, "CONNECT_S", 20.0)
+        await client.reach(server.make_url("/"))
+        await client.close()

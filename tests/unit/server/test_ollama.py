@@ -111,6 +111,9 @@ async def test_facts_and_a_server_without_the_api(tokenizer: Tokenizer) -> None:
     async with ollama_bench(tokenizer, "x", **PARSERS) as (b, client):
         (model,) = (await client.list()).models
         assert (model.model, model.details.family, model.details.quantization_level) == ("tiny", "llama", "float32")
+        (running,) = (await client.ps()).models
+        assert (running.model, running.digest, running.context_length) == ("tiny", model.digest, server_kit.CONTEXT)
+        assert (await b.http.head("/")).status_code == 200 and (await b.http.get("/")).text == "Ollama is running"
         shown = await client.show("tiny")
         assert shown.capabilities == ["completion", "tools", "thinking"]
         assert shown.modelinfo["llama.context_length"] == server_kit.CONTEXT

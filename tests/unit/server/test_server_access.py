@@ -28,7 +28,7 @@ KEY, ROOT = "key-of-clients", "key-of-the-admin"
 GENERATE = {"text": "hi"}
 FACTS = {"/v1/models", "/v1/models/{name:path}", "/v1/loads", "/get_load", "/model_info", "/get_model_info",
          "/server_info", "/get_server_info", "/weight_version", "/version", "/get_weight_version",
-         "/api/tags", "/api/version"}  # fmt: skip
+         "/", "/api/ps", "/api/tags", "/api/version"}  # fmt: skip
 CLOSED = (
     ("POST", "/generate"), ("GET", "/v1/models"), ("GET", "/nowhere"), ("POST", "/flush_cache"),
     ("GET", "/openapi.json"), ("GET", "/get_server_info"), ("GET", "/observe"), ("OPTIONS", "/generate"),

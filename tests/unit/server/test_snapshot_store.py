@@ -58,3 +58,14 @@ def test_unfinished_files_of_servers_that_ended_are_removed(tmp_path: pathlib.Pa
         os.utime(path, (long_ago, long_ago))
     assert len(SnapshotStore(1 << 20, str(tmp_path))) == 1
     assert not old.exists() and new.exists() and kept.exists()
+
+
+def test_a_file_that_cannot_be_read_says_so(tmp_path: pathlib.Path) -> None:
+    store = SnapshotStore(1 << 20, str(tmp_path))
+    store.put("chat", b"data")
+    (path,) = tmp_path.iterdir()
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(RequestError, match="cannot be read") as refused, store.resuming("chat"):
+        store.get("chat")
+    assert (refused.value.status, refused.value.field) == (500, "rid")
