@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import copy
 import json
+import ssl
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pdserve
@@ -84,6 +86,13 @@ class FleetService:
         self.observed = {one["url"]: copy.deepcopy(OBSERVED) for one in self.workers}
         self.texts = {"/metrics": "up 1\n", "/engine_metrics": "up 1\n", "/health": "{}"}
         self._thread.start()
+
+    def use_tls(self, cert: Path, key: Path) -> None:
+        """Serve HTTPS from now on; `url` changes with it."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(cert, key)
+        self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
+        self.url = f"https://127.0.0.1:{self.port}"
 
     def close(self) -> None:
         """End the service."""

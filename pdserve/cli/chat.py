@@ -20,8 +20,7 @@ from urllib.parse import urlsplit
 
 import requests
 
-from pdserve.base.hosts import LOOPBACK
-from pdserve.cli.fleet import printable
+from pdserve.cli.fleet import open_session, printable, tls_error
 from pdserve.cli.help_pages import CommandParser
 from pdserve.errors import ConfigError, RequestError
 from pdserve.http.credentials import API_KEY
@@ -132,15 +131,9 @@ class ChatClient:
     """HTTP side of the chat: one session with an OpenAI endpoint. Used as a context manager."""
 
     def __init__(self, url: str, *, api_key: str | None = None, ca_cert: str | None = None) -> None:
-        """Raises ConfigError for an address that is no HTTP URL."""
+        """Raises ConfigError for an address that is no HTTP URL, and for CA certificates that cannot be read."""
         self.url = url.rstrip("/").removesuffix("/v1")
-        address = urlsplit(self.url)
-        if address.scheme not in ("http", "https") or not address.hostname:
-            raise ConfigError(f"--url is {url!r}, but must be such as {DEFAULT_URLS[0]}", field="url")
-        self._http = requests.Session()
-        self._http.trust_env = address.hostname not in LOOPBACK  # a proxy cannot reach this host's loopback
-        if ca_cert is not None:
-            self._http.verify = ca_cert
+        _, self._http = open_session(self.url, ca_cert)
         if api_key is not None:
             self._http.headers["Authorization"] = f"Bearer {api_key}"
 
@@ -197,7 +190,7 @@ class ChatClient:
                 method, f"{self.url}{path}", json=body, stream=True, timeout=(CONNECT_TIMEOUT_S, READ_TIMEOUT_S)
             )
         except requests.exceptions.SSLError as error:
-            raise RequestError(f"{self.url}: {error}; give --ca-cert") from error
+            raise tls_error(self.url, error) from error
         except (requests.RequestException, OSError) as error:
             hint = "start a service with `pdserve pair MODEL`, or give --url"
             raise RequestError(f"nothing answers at {self.url} ({_cause(error)}); {hint}") from error

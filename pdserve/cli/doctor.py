@@ -24,6 +24,7 @@ import requests
 from pdserve.cli.doctor_checks import CHECKS, Finding, is_loopback
 from pdserve.cli.fleet import (
     SHAPE_ERRORS,
+    TLS,
     Fleet,
     FleetClient,
     FleetServer,
@@ -131,7 +132,9 @@ def diagnose(client: FleetClient) -> Diagnosis:
 
 
 def _unreachable(client: FleetClient, error: RequestError) -> Finding:
-    check, fix = "unreachable", "check address and port, and that the router or server runs"
+    check, fix = "unreachable", "check address, port and scheme (http or https), and that the router or server runs"
+    if error.code == TLS:
+        fix = "give --ca-cert with the certificate of the authority that signed the service's"
     if error.status in (401, 403):
         check = "key"
         fix = "give --api-key, or set PDSERVE_API_KEY; where servers require proofs, ask the router instead"

@@ -74,9 +74,13 @@ def check_workers(fleet: Fleet) -> Iterator[Finding]:
     if fleet.router is not None:
         roles = ("prefill", "decode") if fleet.of("prefill") or fleet.of("decode") else ("unified",)
         for role in roles:
-            if not any(one.healthy for one in fleet.of(role)):
+            healthy = [one for one in fleet.of(role) if one.healthy]
+            if not healthy:
                 fix = f"start a {role} server, or add it to the router: POST /workers"
                 yield _of_router(fleet, "no_server", "error", f"no healthy {role} server", fix)
+            elif all(one.entry.get("draining") for one in healthy):
+                fix = f'start a {role} server, or take one back: PUT /workers/URL {{"draining": false}}'
+                yield _of_router(fleet, "no_server", "error", f"every healthy {role} server is draining", fix)
         if fleet.router.get("serving") is False:
             fix = "correct the findings of servers and pairs; /readiness stays 503 until a token passes"
             yield _of_router(fleet, "not_serving", "error", "the router cannot serve a request now", fix)

@@ -10,6 +10,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,6 +29,8 @@ READ_TIMEOUT_S = 20.0
 MAX_TIMEOUTS, SHORT_TIMEOUT_S = 2, 4.0
 """After two answers that took too long, each further one has 4 s, so that a command ends within two minutes."""
 MAX_BYTES = 64 << 20
+TLS = "tls"
+"""Code of the error of a failed TLS handshake."""
 ROLES = {"prefill": "prefill", "decode": "decode", "regular": "unified", "null": "unified"}
 """Our names of roles, by the router's worker types and by the servers' modes."""
 Json = dict[str, Any]
@@ -39,24 +42,44 @@ def printable(text: str) -> str:
     return text.translate(_CONTROLS)
 
 
+def open_session(url: str, ca_cert: str | None) -> tuple[str, requests.Session]:
+    """Return the host of an HTTP URL, and a session for it. `ca_cert`: file or folder of CA certificates.
+
+    Raises:
+        ConfigError: `url` is no HTTP URL, or `ca_cert` does not exist.
+    """
+    try:
+        address = urlsplit(url)
+        host, valid = address.hostname, address.scheme in ("http", "https") and address.port != 0
+    except ValueError:  # brackets without their partner, a port that is no port
+        host, valid = None, False
+    if not host or not valid:
+        raise ConfigError(f"the address is {url!r}, but must be such as {DEFAULT_URL}", field="url")
+    if ca_cert is not None and not Path(ca_cert).exists():
+        raise ConfigError(f"--ca-cert {ca_cert}: there is no such file or folder", field="ca_cert")
+    session = requests.Session()
+    session.trust_env = host not in LOOPBACK  # a proxy cannot reach this host's loopback
+    if ca_cert is not None:
+        session.verify = ca_cert
+    return host, session
+
+
+def tls_error(url: str, error: requests.exceptions.SSLError) -> RequestError:
+    """Return the error for a connection whose TLS handshake failed; its code is `tls`."""
+    return RequestError(f"{url}: no TLS connection: {_innermost(error)}; give --ca-cert", status=503, code=TLS)
+
+
 class FleetClient:
     """HTTP client of one router or server. Used as a context manager; one thread."""
 
     def __init__(
         self, url: str, *, api_key: str | None = None, admin_api_key: str | None = None, ca_cert: str | None = None
     ) -> None:
-        """Raises ConfigError for an address that is no HTTP URL."""
+        """Raises ConfigError for an address that is no HTTP URL, and for CA certificates that cannot be read."""
         self.url = url.rstrip("/").removesuffix("/v1")
-        address = urlsplit(self.url)
-        if address.scheme not in ("http", "https") or not address.hostname:
-            raise ConfigError(f"the address is {url!r}, but must be such as {DEFAULT_URL}", field="url")
-        self.host = address.hostname
+        self.host, self._http = open_session(self.url, ca_cert)
         self._keys = (api_key, admin_api_key or api_key)
         self._num_timeouts = 0
-        self._http = requests.Session()
-        self._http.trust_env = self.host not in LOOPBACK  # a proxy cannot reach this host's loopback
-        if ca_cert is not None:
-            self._http.verify = ca_cert
 
     def __enter__(self) -> FleetClient:
         return self
@@ -85,7 +108,7 @@ class FleetClient:
                 body = b"".join(_bounded(response, deadline, timeout_s))
                 status = response.status_code
         except requests.exceptions.SSLError as error:
-            raise RequestError(f"{self.url}: {error}; give --ca-cert") from error
+            raise tls_error(self.url, error) from error
         except (requests.RequestException, HTTPError, OSError) as error:
             self._num_timeouts += time.monotonic() > deadline
             raise RequestError(f"nothing answers at {self.url}{path}: {_innermost(error)}", status=503) from error

@@ -13,7 +13,6 @@ import contextlib
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 from pdserve.errors import PdserveError, RequestError
@@ -60,11 +59,18 @@ class BackgroundResponses:
         self._store.run(running)
         return running
 
-    def start(self, running: RunningResponse, read: Read, scope: AbstractContextManager[None] | None = None) -> None:
-        """Start the task of a response, inside `scope`."""
-        task = asyncio.create_task(self._run(running, read, scope or contextlib.nullcontext()))
+    def start(self, running: RunningResponse, read: Read, held: contextlib.ExitStack) -> None:
+        """Start the task of a response; `held` is closed at its end: what a call holds, such as its client's slot."""
+        task = asyncio.create_task(self._run(running, read))
         self._tasks[running.id] = task
-        task.add_done_callback(lambda _: self._tasks.pop(running.id, None))
+
+        def ended(_: asyncio.Task[None]) -> None:
+            del self._tasks[running.id]
+            running.fail("the server shut down before the response had ended", 503)  # only if the task was cancelled
+            self._store.settle(running)
+            held.close()
+
+        task.add_done_callback(ended)
 
     def cancel(self, response_id: str, owner: str) -> dict[str, Any]:
         """Cancel a response and return it; one of the background that has ended is returned as it is.
@@ -94,10 +100,9 @@ class BackgroundResponses:
             self._store.settle(running)
             self._tasks[running.id].cancel()
 
-    async def _run(self, running: RunningResponse, read: Read, scope: AbstractContextManager[None]) -> None:
+    async def _run(self, running: RunningResponse, read: Read) -> None:
         try:
-            with scope:
-                await read(functools.partial(self._store.feed, running))
+            await read(functools.partial(self._store.feed, running))
             running.fail("the worker's stream ended before its last event", 502)
         except PdserveError as error:
             refusal = HttpRefusal.of(error)
@@ -106,9 +111,6 @@ class BackgroundResponses:
         except Exception as error:
             log.exception("the response %s in the background failed", running.id)
             running.fail(f"internal error: {type(error).__name__}")
-        finally:
-            running.fail("the server shut down before the response had ended", 503)  # only if the task was cancelled
-            self._store.settle(running)
 
 
 def not_stored() -> RequestError:

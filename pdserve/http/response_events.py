@@ -132,6 +132,14 @@ class RunningResponse:
         if len(self._rest) > MAX_EVENT_BYTES:
             self.fail(f"an event of the worker has more than {MAX_EVENT_BYTES} bytes", 502)
 
+    def restart(self) -> bool:
+        """Forget the output so far, because another stream follows; False: not possible, readers may have it."""
+        if self.events is not None or self.ended:
+            return False
+        self._rest.clear()
+        self.response = {**self.response, "output": []}
+        return True
+
     def fail(self, message: str, status: int = 500, field: str | None = None) -> None:
         """End the response with an error, unless it has ended. `status`: that of the refusal over HTTP."""
         if not self.ended:

@@ -132,9 +132,9 @@ class DpSync:
     def may_swap(self, query_id: str) -> bool:
         """Return whether this replica swaps its weights now. Called while nothing runs here and no round is started.
 
-        The first call for a command tells the others so. True when all replicas are there, and no round that another
-        one has started before waits for this one. Links keep the order of messages, so later ones are not started
-        before all have swapped.
+        The first call for a command sends `SwapReady`. True once all replicas have sent it, and this one has entered
+        all rounds. Links keep the order of messages, so a rank 0 that has all `SwapReady` knows all rounds before the
+        swap.
         """
         if self._announced != query_id:
             self._announced = query_id

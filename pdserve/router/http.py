@@ -106,6 +106,8 @@ REQUEST_ID_HEADER = "X-Request-Id"
 REQUEST_ID = web.RequestKey("request_id", str)
 BODY = web.RequestKey("body", bytes)
 """The complete body of the request."""
+CLIENT_SLOT = web.RequestKey("client_slot", contextlib.ExitStack)
+"""The place of a generating request in its client's limit. Work that goes on behind the response takes it over."""
 SAFE_ID = re.compile(r"[\x21-\x7e]{1,256}")
 _LOG = logging.getLogger(__name__)
 
@@ -280,7 +282,9 @@ class Access:
             slot = self._rules.take_client_slot(client)
         except RequestError as error:
             return refused(HttpRefusal.of(error))
-        with slot:
+        with contextlib.ExitStack() as held:
+            held.enter_context(slot)
+            request[CLIENT_SLOT] = held
             return await handler(request)
 
     async def _mark(self, request: web.Request, response: web.StreamResponse) -> None:

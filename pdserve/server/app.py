@@ -26,6 +26,7 @@ from pdserve.http.access import (
     COHERE_RERANK_PATH,
     COUNT_TOKENS_PATH,
     EMBEDDINGS_PATH,
+    GENERATE_PATH,
     GENERATING,
     MESSAGES_PATH,
     OLLAMA_CHAT_PATH,
@@ -130,7 +131,7 @@ from pdserve.server.sglang_api import (
     sessions,
     weights,
 )
-from pdserve.server.sglang_api.generate import generate
+from pdserve.server.sglang_api.generate import generate, in_session
 from pdserve.server.sglang_api.health import PairProbes
 from pdserve.server.sglang_api.memory import MemoryEndpoints
 from pdserve.server.sglang_api.migrate import Migrations
@@ -430,6 +431,7 @@ def _add_routes(
         handle = context.bind(endpoint)
         if single is not None and path in GENERATING and path not in POOLING:
             handle = single.wrap(path, handle)
+            handle = in_session(context, handle) if path == GENERATE_PATH else handle
         if path == RESPONSES_PATH:
             handle = in_background(context, handle, drain_gate)
             handle = stored.with_history(context, handle, pairs=single is not None)

@@ -23,11 +23,12 @@ from pdserve.errors import PdserveError, RequestError
 from pdserve.http.access import LARGE_BODY_BYTES, RESPONSES_PATH, BodyBudget
 from pdserve.http.background_responses import Take, is_background, worker_body
 from pdserve.http.errors import MAX_MESSAGE_CHARS, HttpRefusal
+from pdserve.http.response_events import RunningResponse
 from pdserve.observe.history import CallMeter, FailedCall, History
 from pdserve.observe.interval_stats import RouterStats
 from pdserve.observe.tracing import Tracing
 from pdserve.router.config.config import RouterConfig
-from pdserve.router.http import BODY, REQUEST_ID, REQUEST_ID_HEADER, CallTrace, error_response, refused
+from pdserve.router.http import BODY, CLIENT_SLOT, REQUEST_ID, REQUEST_ID_HEADER, CallTrace, error_response, refused
 from pdserve.router.proxy.attempts import SHUTTING_DOWN, Drain
 from pdserve.router.proxy.dispatch import Dispatcher, ProxiedCall
 from pdserve.router.proxy.relay import TakingWriter, failure_response, late_error, pass_on, relay, whole_answer
@@ -36,6 +37,7 @@ from pdserve.router.proxy.stored_responses import StoredResponses, recorded
 from pdserve.router.workers.admission import Admission
 from pdserve.router.workers.metrics import RouterMetrics
 from pdserve.router.workers.outcome import (
+    WORKER_FAILED,
     EndedError,
     WorkerResponse,
     WorkerStream,
@@ -84,11 +86,13 @@ def explain_not_json(data: bytes, error: orjson.JSONDecodeError) -> tuple[str, s
     return (f"the body is not JSON: {error}", None) if field is None else (f"{field} must be a finite number", field)
 
 
-def _non_finite(value: object, name: str = "the body") -> str | None:
-    """Return the name of the first field in `value` that is NaN or infinite; None without one."""
+def _non_finite(value: object, name: str = "") -> str | None:
+    """Return the path of the first field in `value` that is NaN or infinite, as in `options.seed`; None without one."""
     if isinstance(value, float):
-        return None if math.isfinite(value) else name
-    items = value.items() if isinstance(value, dict) else [(name, v) for v in value] if isinstance(value, list) else ()
+        return None if math.isfinite(value) else name or "the body"
+    items = [(name, item) for item in value] if isinstance(value, list) else ()
+    if isinstance(value, dict):
+        items = [(f"{name}.{key}" if name else key, item) for key, item in value.items()]
     return next((found for key, item in items if (found := _non_finite(item, key)) is not None), None)
 
 
@@ -175,8 +179,10 @@ class GenerateHandler:
             if request.path == RESPONSES_PATH and is_background(body):
                 call = self._call(request, worker_body(body), None, deadline, None)
                 running = self._responses.background.begin(body, recording)
-                read = functools.partial(self._read, call, request[REQUEST_ID])
-                self._responses.background.start(running, read, self._drain.call())
+                read = functools.partial(self._read_all, call, request[REQUEST_ID], running)
+                held = request[CLIENT_SLOT].pop_all()
+                held.enter_context(self._drain.call())
+                self._responses.background.start(running, read, held)
                 return await self._responses.show(request, running, deadline)
             whole, turn = await self._sessions.begin(request, body)
             if turn is None:
@@ -216,6 +222,21 @@ class GenerateHandler:
         headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
         routed = self._dispatcher.routed(request.path, body if session is None else session | body, headers)
         return ProxiedCall(request.path, body, data, headers, routed, deadline, trace)
+
+    async def _read_all(self, call: ProxiedCall, request_id: str, running: RunningResponse, take: Take) -> None:
+        """Call `_read`; again from the start if the decode worker dies, unless readers may have seen events.
+
+        Raises:
+            PdserveError: see `_read`.
+        """
+        for attempt in range(1, self._config.retry.max_tries + 1):
+            try:
+                await self._read(call, request_id, take)
+                break
+            except RequestError as error:
+                is_last = attempt == self._config.retry.max_tries or self._admission.now() >= call.deadline
+                if error.code != WORKER_FAILED or is_last or not running.restart():
+                    raise
 
     async def _read(self, call: ProxiedCall, request_id: str, take: Take) -> None:
         """Have a call in the background answered, and give the pieces of its stream to `take`.

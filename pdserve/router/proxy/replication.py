@@ -1,6 +1,7 @@
 """`POST /replicate`: copies the cached prefix of a prompt from one decode worker to others. Made by `app`.
 
-    {"text" | "input_ids", "lora_path"?, "cache_salt"?, "from"?: URL or id, "to"?: URL or id, or a list of them}
+    {"text" | "input_ids", "lora_path"?, "cache_salt"?, "extra_key"?,
+     "from"?: URL or id, "to"?: URL or id, or a list of them}
 
     POST /replicate without `to`  to all decode workers in question ──> how many tokens of the prompt each has cached
     POST /replicate {"to": URL}   to the worker with the longest prefix, once for each worker that has less of it
@@ -44,6 +45,7 @@ class CopyPrefixBody(msgspec.Struct, forbid_unknown_fields=True):
     input_ids: list[int] | None = None
     lora_path: str | None = None
     cache_salt: str | None = None
+    extra_key: str | None = None
     source: str | None = msgspec.field(default=None, name="from")
     to: str | list[str] | None = None
 
@@ -52,7 +54,7 @@ class CopyPrefixBody(msgspec.Struct, forbid_unknown_fields=True):
         if (self.text is None) == (self.input_ids is None):
             raise BadBody("exactly one of text and input_ids must be given", "text")
         fields = {"text": self.text, "input_ids": self.input_ids, "lora_path": self.lora_path}
-        fields["cache_salt"] = self.cache_salt
+        fields |= {"cache_salt": self.cache_salt, "extra_key": self.extra_key}
         return {name: value for name, value in fields.items() if value is not None}
 
 

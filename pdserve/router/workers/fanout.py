@@ -161,7 +161,10 @@ class WorkerFanout:
 
     async def update_weights(self, request: web.Request) -> web.Response:
         """Change the weights of all healthy workers: all prepare them first, so that they change at about one time."""
-        fields = _parsed(request[BODY])
+        try:
+            fields = orjson.loads(request[BODY])
+        except orjson.JSONDecodeError as error:
+            return error_response(400, f"the body is not JSON: {error}", "invalid_json")
         if not isinstance(fields, dict):
             return error_response(400, "the body must be a JSON object", "bad_request")
         try:

@@ -76,6 +76,9 @@ SHALLOW = 200
 """A body with at most this many brackets cannot be nested too deeply."""
 PARSED_BODY = "pdserve.parsed_body"
 """Key in a request's ASGI scope of its body, if `read_json_object` has read and `server/pairing` changed it."""
+CLIENT_SLOT = "pdserve.client_slot"
+"""Key in the ASGI scope of a generating call of an `ExitStack` with its place in the client's limit; set by
+`AccessMiddleware`. Work that goes on behind the response takes it over."""
 REQUEST_ID = "pdserve.request_id"
 """Key in a request's ASGI scope of its id; set by `RequestIdMiddleware`."""
 BODIES = "pdserve.bodies"

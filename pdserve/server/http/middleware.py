@@ -17,6 +17,7 @@ read it. Event loop only.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import dataclasses
 import time
@@ -54,7 +55,7 @@ from pdserve.http.session_proof import CHALLENGE_PATH
 from pdserve.observe.http_calls import CLIENT_GONE, HttpMetrics, log_access, routing_key_of
 from pdserve.observe.tracing import CallSpan
 from pdserve.server.http.control_proof import ControlProof, proof_refusal, signed
-from pdserve.server.http.json_http import BODIES, GENERATES, REQUEST_ID, refused
+from pdserve.server.http.json_http import BODIES, CLIENT_SLOT, GENERATES, REQUEST_ID, refused
 
 PUBLIC = frozenset({"/health", "/health_generate", "/ping", "/ready", "/readiness", "/metrics"})
 OPEN = PUBLIC | {CHALLENGE_PATH}
@@ -162,7 +163,9 @@ class AccessMiddleware:
         except RequestError as error:
             await refused(HttpRefusal.of(error))(scope, receive, send)
             return
-        with slot:
+        with contextlib.ExitStack() as held:
+            held.enter_context(slot)
+            scope[CLIENT_SLOT] = held
             await self._app(scope, receive, send)
 
 

@@ -154,6 +154,8 @@ def _part_text(part: ContentPart, where: str) -> str:
         return part.text
     if part.type == "refusal" and part.refusal is not None:
         return part.refusal
+    if part.type in ("text", "refusal"):
+        raise RequestError(f"{where}.content holds a part without {part.type}", field=f"{where}.content")
     raise RequestError(
         f"{where}.content holds a part of type {part.type!r}; only text is supported",
         field=f"{where}.content",

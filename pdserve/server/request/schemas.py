@@ -315,6 +315,7 @@ class ReplicateBody(msgspec.Struct):
     input_ids: list[int] | None = None
     lora_path: str | None = None
     cache_salt: str | None = None
+    extra_key: str | None = None
 
 
 class ProfileBody(msgspec.Struct):

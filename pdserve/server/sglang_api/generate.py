@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -27,6 +27,7 @@ from pdserve.server.context import ServerContext
 from pdserve.server.engine_client.live_requests import RequestOrigin, RequestState
 from pdserve.server.generation import Generation, GenerationUpdate, StreamStates
 from pdserve.server.http.json_http import (
+    PARSED_BODY,
     collect,
     convert,
     event,
@@ -53,8 +54,11 @@ from pdserve.server.request.schemas import UNSUPPORTED_NATIVE, GenerateBody, Nat
 from pdserve.server.sglang_api.hidden_states import hidden_states, with_hidden_states
 from pdserve.server.sglang_api.input_embeds import FIELD as EMBEDS_FIELD
 from pdserve.server.sglang_api.input_embeds import check_embeds_alone, embeds_of, is_batch, placeholders, with_embeds
-from pdserve.server.sglang_api.sessions import begin_turn
+from pdserve.server.sglang_api.sessions import begin_turn, no_sessions
 
+TURN = "pdserve.session_turn"
+"""Key in an ASGI scope of the `SessionTurn` of the request, whose body has the whole prompt."""
+Handle = Callable[[Request], Awaitable[Response]]
 MAX_TOKEN_IDS = 1024
 """Maximum number of ids in `token_ids_logprob` of a prompt."""
 
@@ -343,6 +347,31 @@ async def generate(context: ServerContext, request: Request) -> Response:
     return await (await prepare_generate(context, raw, started_s, request)).answer(request)
 
 
+def in_session(context: ServerContext, handle: Handle) -> Handle:
+    """Return a handler of `/generate` at a decode server that sends the prefill half itself: both halves get the prompt
+    of a request of a session as a whole. The requests of `handle` find their turn in the scope.
+    """
+
+    async def answer(request: Request) -> Response:
+        raw = await read_json_object(request, context.max_body_bytes)
+        request.scope[PARSED_BODY] = raw
+        if raw.get("session_params") is None or raw.get("bootstrap_room") is not None:
+            return await handle(request)
+        body = convert(refuse_unsupported(raw, UNSUPPORTED_NATIVE), GenerateBody)
+        if body.input_embeds is not None:
+            check_embeds_alone(body)
+        prompts, field, batch = await _prompts(context, body)
+        names = [NativeNames(field, "sampling_params")] * len(prompts)
+        n = _count_n(_samplings(body.sampling_params, names), names)
+        turn = begin_turn(context, request, body.session_params, body.rid, prompts, n)
+        whole = {"text": None, "input_ids": [turn.prompt] if batch else turn.prompt, "session_params": None}
+        request.scope[PARSED_BODY] = {**raw, **whole, "rid": turn.node.rid}
+        request.scope[TURN] = turn
+        return await handle(request)
+
+    return answer
+
+
 async def prepare_generate(
     context: ServerContext, raw: dict[str, Any], started_s: float, request: Request | None = None
 ) -> GenerateCall:
@@ -370,8 +399,10 @@ async def prepare_generate(
     ]
     samplings = _samplings(body.sampling_params, names)
     n = _count_n(samplings, names)
-    turn = None
+    turn: SessionTurn | None = None if request is None else request.scope.get(TURN)
     if body.session_params is not None:
+        if context.mode != "null":
+            raise no_sessions(context, "session_params")
         turn = begin_turn(context, request, body.session_params, body.rid, prompts, n)
         body.rid, prompts = turn.node.rid, [turn.prompt]
         raw = {**raw, "text": None, "input_ids": prompts[0], "session_params": None}  # snapshots repeat the body

@@ -35,7 +35,7 @@ from pdserve.server.http.drain_gate import DrainGate
 from pdserve.server.http.json_http import convert, event, json_response, read_json_object, stream_response
 from pdserve.server.migration_client import FAILED, NO_CACHE, MigrateStreamBody, MigrationClient, TakeInBody, base_url
 from pdserve.server.request.incoming import check_incoming
-from pdserve.server.request.intake import check_salt
+from pdserve.server.request.intake import with_salts
 from pdserve.server.request.restored import identity_of
 from pdserve.server.request.schemas import MigrateBody, ReplicateBody
 from pdserve.server.sglang_api.commands import COMMAND_TIMEOUT_S
@@ -88,8 +88,13 @@ class Migrations:
             raise RequestError(message, field="rid", status=409, code="migration_under_way")
         task = asyncio.create_task(self._move(state, url, attach=bool(body.attach)))
         self._moving[rid] = task  # it ends also when its caller has gone
-        task.add_done_callback(lambda _: self._moving.pop(rid, None))
+        task.add_done_callback(lambda done: self._moved(rid, done))
         return json_response({"success": True, "rid": body.rid, "to": str(url), **await asyncio.shield(task)})
+
+    def _moved(self, rid: str, done: asyncio.Task[dict[str, Any]]) -> None:
+        self._moving.pop(rid, None)
+        if not done.cancelled():
+            done.exception()  # a caller that has gone does not take it
 
     async def replicate(self, request: Request) -> Response:
         """`POST /replicate`: send the cached prefix of a prompt to another server, whose prefix cache then has it.
@@ -109,10 +114,10 @@ class Migrations:
         (tokens,) = await context.token_ids([body.text or body.input_ids or []], field, batch=False)
         if body.lora_path is not None and body.lora_path not in context.adapters:
             raise context.no_such_model(body.lora_path, field="lora_path")
-        salt = check_salt(body.cache_salt, "cache_salt") or ""
         sampling = CoreSamplingParams(max_new_tokens=0)
         rid = f"replicate {secrets.token_hex(8)}"
-        prompt = GenerateRequest(rid=rid, input_ids=tokens, sampling=sampling, lora=body.lora_path, cache_salt=salt)
+        prompt = GenerateRequest(rid=rid, input_ids=tokens, sampling=sampling, lora=body.lora_path)
+        (prompt,) = with_salts([prompt], body)
         if url is None:
             return json_response({"success": True, "to": None, "num_tokens": await self._count_prefix(rid, prompt)})
         num_tokens = await self._send_prefix(rid, url, 0, prompt)

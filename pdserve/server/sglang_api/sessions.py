@@ -70,10 +70,15 @@ def begin_turn(
 
 def _store(context: ServerContext, field: str) -> OpenSessions:
     """Return the sessions of this server. Raises RequestError, 400 naming `field`, if it has none."""
-    if context.mode != "null" or context.sessions is None:
-        message = f"{field}: a {context.mode} server has no sessions; open them at pdserve's router"
-        raise RequestError(message, field=field, code="unsupported")
+    if context.sessions is None or (context.mode != "null" and context.prefill_servers is None):
+        raise no_sessions(context, field)
     return context.sessions
+
+
+def no_sessions(context: ServerContext, field: str) -> RequestError:
+    """Return the error of a request for a session of a server that has none, or of the wrong half of a pair."""
+    message = f"{field}: a {context.mode} server has no sessions; open them at pdserve's router"
+    return RequestError(message, field=field, code="unsupported")
 
 
 def _owner(context: ServerContext, request: Request) -> str:

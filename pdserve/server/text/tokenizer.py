@@ -112,7 +112,7 @@ class Tokenizer:
             if most_tokens is not None and len(text) > SHORT_CHARS and self._bound.exceeds(text, most_tokens):
                 raise _too_long(f"{field} is too long with {len(text)} characters", field, most_tokens)
             encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
-        except UnicodeEncodeError as error:
+        except (UnicodeEncodeError, TypeError) as error:  # tokenizers raises a TypeError at a lone surrogate
             raise RequestError(f"{field} is not valid Unicode text: {error}", field=field) from error
         return encoding.ids
 

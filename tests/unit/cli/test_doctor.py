@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pdserve.cli.doctor import main
+from pdserve.errors import ConfigError
 from tests.fleet_service import FleetService
 
 
@@ -103,7 +106,10 @@ def _full(s: FleetService) -> None:
 
 DEFECTS: dict[str, tuple[Callable[[FleetService], object], list[tuple[str, str]], str]] = {
     "dead": (_dead, [("error", "no_server"), ("error", "dead")], "connection refused"),
-    "drain": (lambda s: s.workers[1].update(draining=True), [("note", "draining")], "no new requests"),
+    "drain": (
+        lambda s: s.workers[1].update(draining=True), [("error", "no_server"), ("note", "draining")],
+        "every healthy decode server is draining",
+    ),
     "breaker": (lambda s: s.workers[1].update(breaker="open"), [("warning", "breaker")], "circuit breaker open"),
     "serving": (lambda s: s.router.update(serving=False), [("error", "not_serving")], "cannot serve"),
     "pair": (lambda s: s.pairs[0].update(serving=False, error="x"), [("error", "pair")], "no token passes"),
@@ -210,3 +216,33 @@ def test_an_answer_of_another_form_is_a_finding(
     service.texts[path] = json.dumps(answer)
     status, report = diagnosed(service, capsys)
     assert status == 1 or report["healthy"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["nonsense"], "the address is 'nonsense'"),
+        (["http://[::1"], "the address is 'http://"),
+        (["http://127.0.0.1:99999"], "the address is 'http://127.0.0.1:99999'"),
+        (["https://127.0.0.1:1", "--ca-cert", "/nowhere.pem"], "--ca-cert /nowhere.pem: there is no such file"),
+    ],
+)
+def test_a_wrong_command_line_is_refused_by_its_field(flags: list[str], told: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        main(flags)
+    assert told in str(refused.value)
+
+
+def test_a_certificate_that_is_not_trusted_is_told(
+    service: FleetService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-days", "2", "-subj", "/CN=x", "-addext", "subjectAltName=IP:127.0.0.1", "-out", "cert.pem"]
+    subprocess.run([*command, "-keyout", "key.pem"], cwd=tmp_path, check=True, capture_output=True, timeout=60)
+    service.use_tls(tmp_path / "cert.pem", tmp_path / "key.pem")
+    status, told = diagnosed(service, capsys)
+    (found,) = told["findings"]
+    assert (status, found["check"]) == (1, "unreachable")
+    assert "no TLS connection" in found["what"] and "self-signed" in found["what"] and "--ca-cert" in found["fix"]
+    status, told = diagnosed(service, capsys, "--ca-cert", str(tmp_path / "cert.pem"))
+    assert told["servers"]

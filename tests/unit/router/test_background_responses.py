@@ -13,10 +13,11 @@ from aiohttp import web
 from pdserve.config.responses_group import ResponseStoreConfig
 from pdserve.http.response_events import RunningResponse
 from pdserve.router.app import ROUTER
+from pdserve.router.config.config import RouterAccessConfig
 from tests.unit.router.answers import begin_stream
 from tests.unit.router.test_router_dispatch import RunWorld, cut, refuse
 from tests.unit.router.test_stored_responses import PATH, response_of
-from tests.waiting import seen_until, until
+from tests.waiting import seen_until, settle, until
 
 
 def event_of(kind: str, number: int, **fields: Any) -> bytes:
@@ -134,6 +135,39 @@ def test_a_dead_pair_is_replaced_and_a_refusal_fails_the_response(run_world: Run
                 await worker.stop()
             found = await ended("three")
             assert (found.status, found.error.code) == ("failed", "server_error")
+
+    run_world(scenario)
+
+
+def test_a_response_without_readers_begins_anew_when_its_worker_dies(run_world: RunWorld) -> None:
+    async def dies(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = await begin_stream(request)
+        item = response_of({"input": "lost"})["output"][0]
+        await response.write(event_of("response.output_item.done", 2, output_index=0, item=item))
+        await response.write(b"event: response.output_text.delta")
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    async def scenario(world: Any) -> None:
+        answer = Worker()
+        answer.gate.set()
+        workers = [await world.worker("w1", dies, answer), await world.worker("w2", dies, answer)]
+        access = RouterAccessConfig(max_concurrent_requests_per_client=1)
+        async with world.router([], workers, policy="round_robin", access=access) as url, client_of(url) as client:
+            made = await client.responses.create(model="m", input="one", background=True)
+            found = await seen_until(
+                lambda: client.responses.retrieve(made.id), lambda one: one.status not in ("queued", "in_progress")
+            )
+            assert (found.status, found.output_text, len(found.output)) == ("completed", "fine", 1)
+            assert sum(len(worker.bodies) for worker in workers) == 3
+            answer.gate.clear()
+            made = await client.responses.create(model="m", input="two", background=True)
+            with pytest.raises(openai.RateLimitError):
+                await client.responses.create(model="m", input="three")
+            await client.responses.cancel(made.id)
+            await settle()
+            assert (await client.responses.create(model="m", input="three")).status == "completed"
 
     run_world(scenario)
 

@@ -16,6 +16,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from pdserve.errors import ConfigError
+from pdserve.http.access import MESSAGES_PATH
 from pdserve.router.app import make_app
 from pdserve.router.config.config import RouterAccessConfig, RouterConfig, TlsConfig, WorkerRole, WorkerSpec
 from pdserve.router.config.flags import config_from, make_parser
@@ -173,6 +174,11 @@ def test_a_client_with_all_its_places_taken_waits_and_others_do_not(run_world: R
             async with world.session.post(url + GENERATE, json={}, headers=bearer("a")) as response:
                 assert (response.status, response.headers["Retry-After"]) == (429, "1")
                 assert (await response.json())["error"]["code"] == "too_many_requests"
+            turn = {"max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
+            async with world.session.post(url + MESSAGES_PATH, json=turn, headers={"x-api-key": "a"}) as response:
+                told = await response.json()
+                assert (response.status, response.headers["Retry-After"]) == (429, "1")
+                assert (told["type"], told["error"]["type"]) == ("error", "rate_limit_error")
             second = asyncio.create_task(ask(world, "POST", url + GENERATE, "b"))
             await until(lambda: len(worker.bodies) == 2)
             let_go.set()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from pdserve.errors import RequestError
 from pdserve.http.access import LARGE_BODY_BYTES, BodyBudget
 from pdserve.router.app import ROUTER
 from pdserve.router.config.config import BreakerConfig, HealthConfig, LimitConfig
@@ -421,3 +422,19 @@ def test_an_update_that_is_no_object_or_nested_too_deeply_is_refused(run_world: 
                     assert response.status == 400 and (await response.json())["error"]["message"]
 
     run_world(scenario)
+
+
+@pytest.mark.parametrize(
+    ("data", "field"),
+    [
+        (b'{"options": {"seed": NaN}}', "options.seed"),
+        (b'{"stop": ["a", {"x": -Infinity}]}', "stop.x"),
+        (b'{"a": 1e400}', "a"),
+        (b'{"a": ', None),
+        (b'{"a": NaN, "b": ' + b"[" * 100_000, None),
+    ],
+)
+def test_a_number_that_is_not_finite_is_named_by_its_path(data: bytes, field: str | None) -> None:
+    with pytest.raises(RequestError) as raised:
+        parse_object(data)
+    assert (raised.value.status, raised.value.field) == (400, field)

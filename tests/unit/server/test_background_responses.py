@@ -166,6 +166,27 @@ async def test_keys_and_the_number_of_responses(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_running_response_has_its_clients_slot(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer, access=AccessConfig(max_concurrent_requests_per_client=1)) as b:
+        b.scheduler.hold = True
+        body = {"input": "x", "background": True}
+        made = (await b.http.post("/v1/responses", json=body)).json()
+        for more in ({}, {"background": True}):
+            answer = await b.http.post("/v1/responses", json={"input": "y", **more})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (429, "too_many_requests")
+        await until(lambda: b.scheduler.requests)
+        b.scheduler.hold = False
+        b.scheduler.finish(b.scheduler.requests[-1])
+
+        async def status() -> Any:
+            return (await b.http.get(f"/v1/responses/{made['id']}")).json()["status"]
+
+        assert await seen_until(status, lambda one: one not in ("queued", "in_progress")) == "completed"
+        await settle()
+        assert (await b.http.post("/v1/responses", json={"input": "y"})).status_code == 200
+
+
+@pytest.mark.asyncio
 async def test_a_decode_server_that_sends_the_prefill_half_has_them_too(tokenizer: Tokenizer) -> None:
     prefill = await FakePrefill().start()
     try:

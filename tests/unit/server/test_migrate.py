@@ -208,6 +208,10 @@ async def test_stages_go_to_a_prefix_cache(
         assert copied.json()["num_tokens" if has_cache else "param"] == (3 if has_cache else "input_ids")
         counted = await source.http.post("/replicate", json={"input_ids": [5, 6, 7]})
         assert counted.json() == {"success": True, "to": None, "num_tokens": 2}
+        body |= {"cache_salt": "s", "extra_key": "e"}
+        assert (await source.http.post("/replicate", json=body)).status_code == copied.status_code
+        sent = [it.prompt.cache_salt for it in source.scheduler.commands if isinstance(it, SendPrefix) and it.prompt]
+        assert sent[-1] == "s\0e"
         salted = await source.http.post("/replicate", json={"input_ids": [5, 6, 7], "cache_salt": "x" * 5000})
         assert (salted.status_code, salted.json()["param"]) == (400, "cache_salt")
 

@@ -38,6 +38,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [{"content": "x"}]}, "messages[0]"),
     (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content"),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0]"),
     (CHAT, {"messages": [{"role": "user", "content": "x" * 500}]}, "messages"),
     (CHAT, {**MESSAGES, "tools": [{"type": "function"}]}, "tools[0].function"),

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 
 from pdserve.config.access_group import AccessConfig
+from pdserve.config.pairing_group import PairingConfig
 from pdserve.errors import RequestError
 from pdserve.http import session_store
 from pdserve.http.session_store import OpenSession, OpenSessionBody, OpenSessions, SessionFields
+from pdserve.protocol.messages import FinishReason
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.chat_kit import long_context
 from tests.unit.server.server_kit import EOS, bench
+from tests.unit.server.test_single_requests import FakePrefill
 from tests.waiting import until
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("long_context")]
@@ -157,6 +160,44 @@ async def test_servers_of_a_pair_have_no_sessions(tokenizer: Tokenizer, mode: An
         assert answer.status_code == 400 and f"a {mode} server has no sessions" in answer.text
         answer = await b.http.post("/generate", json={"input_ids": [1], "session_params": {"id": "s"}})
         assert answer.status_code == 400 and "session_params" in answer.text
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_decode_server_that_sends_the_prefill_half_has_sessions(tokenizer: Tokenizer, stream: bool) -> None:
+    prefill = await FakePrefill().start()
+    try:
+        async with bench(tokenizer, "decode", pairing=PairingConfig(disaggregation_prefill=prefill.url)) as b:
+            b.scheduler.script = lambda request: OUTPUT
+            client = Client(b)
+            await client.open(capacity_of_str_len=20)
+            whole = [1, 2, *OUTPUT, EOS, 3, 4]
+            assert (await client.ask([1, 2], rid="a", stream=stream)).status_code == 200
+            follow = {
+                "input_ids": [3, 4],
+                "rid": "b",
+                "stream": stream,
+                "session_params": {"id": client.id, "rid": "a"},
+            }
+            assert (await b.http.post("/generate", json=follow)).status_code == 200
+            assert client.prompt == whole and prefill.bodies[-1]["input_ids"] == whole
+            assert prefill.bodies[-1]["session_params"] is None and prefill.bodies[-1]["rid"] == "b"
+            b.scheduler.script = lambda request: FinishReason(type="abort", message="no", status_code=400)
+            failed = {**follow, "rid": "c"}
+            assert (await b.http.post("/generate", json=failed)).status_code == 400
+            b.scheduler.script = lambda request: OUTPUT
+            assert (await b.http.post("/generate", json=failed)).status_code == 200, "it was forgotten"
+            for fields, param in (
+                ({"input_ids": [5] * 20}, "session_params"),
+                ({"sampling_params": {"n": 2}}, "session_params"),
+                ({"input_ids": None, "input_embeds": [[0.0]]}, "input_embeds"),
+                ({"bootstrap_room": 5, "bootstrap_host": "127.0.0.1"}, "session_params"),
+            ):
+                answer = await b.http.post("/generate", json={**follow, "rid": None, **fields})
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), fields
+            assert (await b.http.post("/close_session", json={"session_id": client.id})).status_code == 200
+    finally:
+        await prefill.stop()
 
 
 @pytest.mark.asyncio

@@ -145,3 +145,11 @@ async def test_a_text_far_too_long_is_refused_after_a_few_pieces(
     assert refused.value.field == "prompt" and refused.value.code == "context_length_exceeded"
     assert (counting.num_chars > 0) == (most_pieces > 0)
     assert counting.num_chars <= most_pieces * text_bound.PIECE_CHARS
+
+
+@pytest.mark.asyncio
+async def test_a_lone_surrogate_names_its_field() -> None:
+    tokenizer = Tokenizer(tiny_hf_tokenizer())
+    with pytest.raises(RequestError, match=r"prompt\[1\] is not valid Unicode text") as raised:
+        await tokenizer.encode_all(["a", "b\ud800"], lambda index: f"prompt[{index}]")
+    assert raised.value.field == "prompt[1]"

@@ -9,6 +9,7 @@ Only where responses are stored: see `stored`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -18,6 +19,7 @@ from pdserve.http.background_responses import Take, is_background, worker_body
 from pdserve.server.context import ServerContext
 from pdserve.server.http.drain_gate import DrainGate
 from pdserve.server.http.json_http import (
+    CLIENT_SLOT,
     PARSED_BODY,
     EventStream,
     json_response,
@@ -31,8 +33,8 @@ from pdserve.server.openai.responses.stored import RECORDING, Handle, background
 def in_background(context: ServerContext, handle: Handle, drain_gate: DrainGate) -> Handle:
     """Return a handler of `/v1/responses` that runs bodies with `background` in a task, and passes others to `handle`.
 
-    The request must have passed `stored.with_history`. A response in the background keeps the server from draining. A
-    monolith refuses an invalid body at once; on a decode server the response fails.
+    The request must have passed `stored.with_history`. A response in the background keeps the server from draining, and
+    its client's slot. A monolith refuses an invalid body at once; on a decode server the response fails.
     """
 
     async def answer(request: Request) -> Response:
@@ -52,7 +54,9 @@ def in_background(context: ServerContext, handle: Handle, drain_gate: DrainGate)
             async for event in response.events():
                 take(event)
 
-        runs.start(running, read, drain_gate.call())
+        held: contextlib.ExitStack = request.scope[CLIENT_SLOT].pop_all()
+        held.enter_context(drain_gate.call())
+        runs.start(running, read, held)
         if running.events is None:
             return json_response(running.response)
         return await stream_response(request, running.events.read(-1), done=b"")
