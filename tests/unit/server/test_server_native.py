@@ -293,7 +293,9 @@ async def test_prefill_answers_plain_json_and_leaves_stop_strings_to_decode(toke
 
 async def test_a_live_room_is_409(tokenizer: Tokenizer) -> None:
     async with bench(tokenizer, "decode") as b:
-        b.scheduler.script = lambda request: FinishReason(type="abort", message="room 7 is live", status_code=409)
+        b.scheduler.script = lambda request: FinishReason(
+            type="abort", message="room 7 is live", status_code=409, err_type="room_in_use"
+        )
         body = {"text": "x", **PD, "bootstrap_room": 7}
         answer = await b.http.post("/generate", json=body)
         assert (answer.status_code, answer.json()["param"]) == (409, "bootstrap_room")
