@@ -18,7 +18,7 @@ WIDTH, PANEL = 830, 250
 LEFT, HEAD, FOOT, GAP = 56, 34, 30, 16
 NOTE_CHARS = 125
 MAX_BARS_BESIDE = 10
-"""Two panels stand side by side when each has at most so many bars."""
+"""Two panels stand side by side when neither has more bars."""
 MIN_WIDTH_OF_VALUE = 28
 """Bars that are narrower, in pixels, have no value above them."""
 BAR_COLOURS = (SERIES[0], SERIES[3], SERIES[1], SERIES[2], *SERIES[4:])

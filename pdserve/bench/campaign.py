@@ -56,7 +56,7 @@ class BenchPlan:
     """What to run.
 
     `sessions` makes the requests of a load for a seed, `background` those beside them, without an end; equal seeds must
-    give equal requests. `duration_s`: a run ends after so many seconds. `warmup_s`: seconds at the start of a run that
+    give equal requests. `duration_s`: seconds until a run ends. `warmup_s`: seconds at the start of a run that
     do not count, after which the background begins.
     """
 
