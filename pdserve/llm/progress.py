@@ -48,7 +48,7 @@ class Progress:
         self._num_input = self._num_output = 0
 
     def ended(self, num_input: int, num_output: int) -> None:
-        """Advance the bar by one prompt with so many input and output tokens; of a failed prompt both are 0."""
+        """Advance the bar by one prompt, and add its tokens to the rates. Both numbers are 0 for a failed prompt."""
         if self._bar is None:
             return
         if num_input:

@@ -32,7 +32,7 @@ async def ollama_tags(context: ServerContext, _: Request) -> Response:
 
 
 async def ollama_ps(context: ServerContext, _: Request) -> Response:
-    """Serve `GET /api/ps`: the models of `/api/tags`, all of which stay loaded.
+    """Serve `GET /api/ps`: the models of `/api/tags`. They stay loaded.
 
     Raises:
         RequestError: 404 without `--enable-ollama-api`.

@@ -317,7 +317,7 @@ async def test_a_second_migration_does_not_end_the_first(tokenizer: Tokenizer, m
         monkeypatch.setattr(DirectClient, "take_in", late)
         first = asyncio.create_task(source.http.post("/migrate", json={"rid": "x", "to": TO}))
         await until(lambda: any(isinstance(command, MigrateOut) for command in source.scheduler.commands))
-        second = await source.http.post("/migrate", json={"rid": "x", "to": "http://nobody:1"})
+        second = await source.http.post("/migrate", json={"rid": "x", "to": "http://elsewhere:1"})
         assert (second.status_code, second.json()["error"]["code"]) == (409, "migration_under_way")
         gate.set()
         assert (await first).status_code == 200
