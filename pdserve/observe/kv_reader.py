@@ -101,7 +101,7 @@ class KVEventFollower:
         Raises:
             msgspec.DecodeError: the payload is no batch; nothing has changed.
         """
-        restarted = self._last_live is not None and seq < self._last_live
+        restarted = self._last_live is not None and seq <= self._last_live
         if restarted:
             self._clear()
             self.next_seq = None
