@@ -38,7 +38,7 @@ async def send(world: World, url: str, body: dict[str, Any]) -> tuple[int, dict[
         return response.status, await response.json()
 
 
-@pytest.mark.parametrize("path, body", list(zip(PATHS, BODIES, strict=True)))
+@pytest.mark.parametrize(("path", "body"), list(zip(PATHS, BODIES, strict=True)))
 def test_a_failed_preparation_installs_nowhere(run_world: Run, path: str, body: dict[str, Any]) -> None:
     async def scenario(world: World) -> None:
         prefill, decode = await world.worker("prefill", succeed), await world.worker("decode", refuse_to_prepare)

@@ -143,7 +143,7 @@ async def test_prepared_weights_are_installed_once_and_only_by_the_same_body(tok
             assert await send(**other) == UPDATE
         assert await send(**BODY, prepare_only=True) == [PrepareWeights]
         assert await send(**BODY, prepare_only=True) == [], "prepared already"
-        assert await send(VERSION, new_version="step-2") == [EndWeightsUpdate, *UPDATE[1:]], "dropped: it is not asked for"
+        assert await send(VERSION, new_version="step-2") == [EndWeightsUpdate, *UPDATE[1:]], "dropped"
         assert await send(**BODY) == UPDATE
         engine.refuses = PrepareWeights
         refused = await b.http.post(DISK, json=BODY | {"prepare_only": True})
