@@ -113,7 +113,7 @@ def test_an_update_that_has_ended_waits_for_no_other_replica() -> None:
         assert first.is_loaded()
 
 
-@pytest.mark.parametrize("version, is_logged", [(None, True), ("v1", True), ("v2", False)])
+@pytest.mark.parametrize(("version", "is_logged"), [(None, True), ("v1", True), ("v2", False)])
 def test_new_weights_that_have_the_former_name_are_logged(
     version: str | None, is_logged: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
