@@ -238,12 +238,14 @@ def document(args: argparse.Namespace, facts: dict[str, Any], found: Sequence[Su
     """The report in Markdown."""
     rows = [
         [
-            one.name, str(one.running), str(one.failed), str(one.wrong), f"{1e3 * one.itl_p50_s:.0f}", f"{1e3 * one.itl_p99_s:.0f}",
+            one.name, str(one.running), str(one.failed), str(one.wrong),
+            f"{1e3 * one.itl_p50_s:.0f}", f"{1e3 * one.itl_p99_s:.0f}",
             f"{1e3 * percentile(one.pauses_s, 50):.0f}", f"{1e3 * max(one.pauses_s):.0f}", f"{one.took_s:.1f}",
         ]
         for one in found
     ]  # fmt: skip
-    header = ["run", "running then", "failed", "other tokens", "ITL p50", "ITL p99", "longest gap p50", "longest gap", "took, s"]
+    header = ["run", "running then", "failed", "other tokens", "ITL p50", "ITL p99"]
+    header += ["longest gap p50", "longest gap", "took, s"]
     wrong = list(faults(args, found, facts["counters"]))
     verdict = "The drain meets its limit." if not wrong else f"The drain misses its limit: {'; '.join(wrong)}."
     counters = ", ".join(f"{name} {value:.0f}" for name, value in facts["counters"].items())
@@ -256,8 +258,8 @@ last bits.
 
 {report.markdown_table(header, rows)}
 
-{verdict} Limit: every stream runs at the drain and moves, no other token, no failed stream, and no gap longer than the steady p99 ITL and 1 s. The router's \
-counters behind the drain: {counters}.
+{verdict} Limit: every stream runs at the drain and moves, no other token, no failed stream, and no gap longer than \
+the steady p99 ITL and 1 s. The router's counters behind the drain: {counters}.
 
 {report.footer(facts, own_load=2)}
 """

@@ -4,8 +4,8 @@ A request is sent to the replica with the fewest live requests. On a prefill ser
 dp_size), to which decode connects. If that replica holds over `REDIRECT_TOKENS` more prompt tokens than the least
 loaded one, the latter gets the request. The named replica then receives a `RedirectReceiver` and redirects decode. A
 request for a live room is sent to that room's replica, which refuses it. Queries are sent to all replicas and answered
-when all have replied. A command to move a request is sent to the replica that has it. What comes of a request of another
-server, its stages and its end, is sent to one replica, whose prefix cache then has the stages.
+when all have replied. A command to move a request is sent to the replica that has it. The stages of a migration from
+another server, and the request itself, are sent to one replica, whose prefix cache then has the stages.
 """
 
 from __future__ import annotations

@@ -164,9 +164,8 @@ class LlmDSubscriber:
         if self._last is not None and seq > self._last + 1:
             if self._cools_down or not self._replay(self._last + 1):
                 return
-        elif self._last is None and seq > 0:
-            if replayed or self._cools_down or not self._replay(0):
-                return
+        elif self._last is None and seq > 0 and (replayed or self._cools_down or not self._replay(0)):
+            return
         if self._last is None or seq == self._last + 1:
             self._take(seq, payload)
 
