@@ -34,6 +34,12 @@ UPDATE_FROM_DISK_PATH = "/update_weights_from_disk"
 UPDATE_FROM_TENSOR_PATH = "/update_weights_from_tensor"
 UPDATES = (UPDATE_FROM_DISK_PATH, UPDATE_FROM_TENSOR_PATH, "/update_weight_version")
 """Commands that change the weights of all workers, or their version."""
+GROUP_COMMANDS = (
+    "/init_weights_update_group",
+    "/update_weights_from_distributed",
+    "/destroy_weights_update_group",
+)
+"""Commands about a trainer's process group, in which each worker has ranks of its own. The router refuses them."""
 MEMORY_COMMANDS = ("/release_memory_occupation", "/resume_memory_occupation")
 MEMORY_TIMEOUT_S = 630.0
 """For the copy of the weights, which a worker writes or reads."""
@@ -166,7 +172,7 @@ class WorkerFanout:
         except orjson.JSONDecodeError as error:
             return error_response(400, f"the body is not JSON: {error}", "invalid_json")
         if not isinstance(fields, dict):
-            return error_response(400, "the body must be a JSON object", "bad_request")
+            return error_response(400, "the body must be a JSON object", "invalid_json")
         try:
             prepare = orjson.dumps(fields | {"prepare_only": True})
         except orjson.JSONEncodeError:
@@ -182,6 +188,14 @@ class WorkerFanout:
                 return _answer_of_all(workers, prepared)
         calls = (self._call(request, worker, request[BODY], timeout_s) for worker in workers)
         return _answer_of_all(workers, await asyncio.gather(*calls))
+
+    async def refuse_group(self, request: web.Request) -> web.Response:
+        """Refuse a command about a trainer's process group: each server has ranks of its own in it."""
+        message = (
+            f"{request.path} is not sent to the workers of a router: each server of a process group has ranks of its "
+            "own. Send it to each server (GET /workers lists them), to /init_weights_update_group with its rank_offset"
+        )
+        return error_response(400, message, "call_each_server")
 
     def _own_headers(self, method: str, path: str, worker: Worker) -> dict[str, str]:
         """Return the header with the router's own key for `worker`; empty: the client's header is forwarded."""
