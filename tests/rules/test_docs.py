@@ -156,7 +156,7 @@ def test_the_page_of_the_api_has_every_route_of_a_server() -> None:
 
 
 async def test_the_page_of_the_router_has_every_route() -> None:
-    runner = web.AppRunner(make_app(RouterConfig()))
+    runner = web.AppRunner(make_app(RouterConfig(pd=True)))
     await runner.setup()
     routes = {resource.canonical for resource in runner.app.router.resources()}
     await runner.cleanup()
