@@ -94,11 +94,7 @@ async def test_a_stream_is_read_again_from_any_event(tokenizer: Tokenizer) -> No
         rest = [event async for event in await client.responses.retrieve(name, stream=True, starting_after=3)]
         assert rest == again[4:]
         assert (await client.responses.retrieve(name)).model_dump() == again[-1].response.model_dump()
-        for query in (
-            {"stream": "maybe"},
-            {"stream": "true", "starting_after": "x"},
-            {"stream": "true", "starting_after": "0" * 10 + "7" * 5000},
-        ):
+        for query in ({"stream": "maybe"}, {"stream": "true", "starting_after": "x"}):
             with pytest.raises(openai.BadRequestError):
                 await client.responses.retrieve(name, extra_query=query)
 

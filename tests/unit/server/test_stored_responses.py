@@ -71,7 +71,7 @@ async def test_what_is_not_stored_is_not_found(tokenizer: Tokenizer) -> None:
         kept = await client.responses.create(model="tiny", input="a")
         with pytest.raises(openai.BadRequestError, match="has ended"):
             await client.responses.cancel(kept.id)
-        for query in ({"order": "up"}, {"limit": 0}, {"limit": "0" * 8 + "1" + "7" * 5000}, {"after": "x"}):
+        for query in ({"order": "up"}, {"limit": 0}, {"after": "x"}):
             with pytest.raises(openai.BadRequestError):
                 await client.responses.input_items.list(kept.id, extra_query=query)
 
