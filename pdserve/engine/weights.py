@@ -40,6 +40,13 @@ Announce = Callable[[Mapping[str, Fact], str], None]
 """Takes and reports facts of the engine; the text is `weights_name`."""
 
 
+UNNAMED = (
+    "new weights have the name of the former ones, %s@%s: a pair does not notice while its servers differ. Give each "
+    "update a weight_version of its own"
+)
+"""Logged where neither the name of the version nor the sample behind the fingerprint changes."""
+
+
 class _Loading:
     """The load of one rank of replica `dp_rank`: one at a time."""
 
@@ -171,6 +178,7 @@ class LeaderWeights:
         future = self._loading.future
         prepared = None if future is None else future.result()
         if prepared is not None:
+            former = engine.weights_fingerprint
             self._loading.install()
             engine.change_weights(
                 [prepared.samples, *(one.samples for one in self._reports), *self._others],
@@ -178,6 +186,8 @@ class LeaderWeights:
                 prepared.digest,
             )
             log.info("weights of all ranks: %s, from %s", engine.weights_fingerprint, prepared.source.path)
+            if engine.weights_fingerprint == former and version in (None, self._version):
+                log.warning(UNNAMED, self._version, former)
         self._version = self._version if version is None else version
         source = self._loading.loader.source
         facts: dict[str, Fact] = {

@@ -82,6 +82,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Digest that the adapter `lora` must have, as of a restored request. Empty: any."""
     taken_over: bool = False
     """True: another decode server has the request, whose KV it does not send, until its first output here. `local`."""
+    migration_id: str = ""
+    """Name of the migration that the request is a stage or the end of: all of it goes to one replica. Empty: none."""
     kv_tokens: int = 0
     """First tokens of `given_ids` whose KV came before, in `KVPart`s."""
 

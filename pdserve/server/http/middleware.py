@@ -48,7 +48,7 @@ from pdserve.http.access import (
     framing_refusal,
 )
 from pdserve.http.credentials import authorization_of
-from pdserve.http.error_forms import ANTHROPIC_REQUEST_ID, CONVERTED_PATHS, converted_error
+from pdserve.http.error_forms import ANTHROPIC_REQUEST_ID, converted_error, is_converted
 from pdserve.http.errors import HttpRefusal
 from pdserve.http.page_files import is_page_path
 from pdserve.http.session_proof import CHALLENGE_PATH
@@ -286,7 +286,7 @@ class ErrorFormMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if scope["type"] != "http" or scope["path"] not in CONVERTED_PATHS:
+        if scope["type"] != "http" or not is_converted(scope["path"]):
             await self._app(scope, receive, send)
             return
         request_id = current_request_id() or ""

@@ -28,6 +28,8 @@ def check_incoming(request: GenerateRequest, limits: RequestLimits, grammar: Gra
     """
     if not 0 < len(request.rid) <= MAX_RID_CHARS:
         raise _bad("rid", f"must have 1 to {MAX_RID_CHARS} characters")
+    if len(request.migration_id) > MAX_RID_CHARS:
+        raise _bad("migration_id", f"must have at most {MAX_RID_CHARS} characters")
     if not request.input_ids:
         raise _bad("input_ids", "must not be empty")
     check_token_ids(request.input_ids, limits.vocab_size, "request.input_ids")

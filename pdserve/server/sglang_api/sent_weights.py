@@ -79,7 +79,13 @@ async def update_weights_from_tensor(context: ServerContext, request: Request) -
             most_bytes = _most_bytes(context)
             files = [_object_path(name, most_bytes) for name in names]
             given = tuple(map(repr, names))
-        key = await asyncio.to_thread(_key, texts)
+        may_be_prepared = body.prepare_only or context.changing_weights.prepared is not None
+        if texts:
+            key: object = await asyncio.to_thread(_key, texts)
+        elif may_be_prepared:
+            key = tuple(await asyncio.gather(*(asyncio.to_thread(_digest_of_object, path) for path in files)))
+        else:
+            key = object()  # equal to no other: the objects are not read twice
         return await run_update(
             context,
             Preparation(
@@ -175,15 +181,24 @@ def _listed(given: str | list[str] | None, field: str) -> list[str]:
 
 
 def _key(texts: Sequence[str]) -> object:
-    """Return what is equal for equal tensors of two bodies; for objects in shared memory, whose content may change, not
-    even for the same one.
-    """
-    if not texts:
-        return object()
+    """Return what is equal for equal tensors of two bodies."""
     digest = hashlib.blake2b(digest_size=32)
     for text in texts:
         digest.update(hashlib.blake2b(text.encode(), digest_size=32).digest())
     return digest.digest()
+
+
+def _digest_of_object(path: str) -> bytes:
+    """Return a digest of the bytes in a shared-memory object: its times do not show what a mapping writes. Any thread.
+
+    Raises:
+        RequestError: the object cannot be read.
+    """
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return hashlib.file_digest(file, "blake2b").digest()
+    except OSError as error:
+        raise RequestError(f"shared_memory: {path} cannot be read: {error.strerror}", field="shared_memory") from error
 
 
 def _write_files(stack: contextlib.ExitStack, texts: Sequence[str]) -> list[str]:

@@ -125,3 +125,17 @@ def test_an_update_that_has_ended_waits_for_no_other_replica() -> None:
         assert not first.is_loaded()
         first.weights.end_wait()
         assert first.is_loaded()
+
+
+@pytest.mark.parametrize(("version", "is_logged"), [(None, True), ("v1", True), ("v2", False)])
+def test_new_weights_that_have_the_former_name_are_logged(
+    version: str | None, is_logged: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The fingerprint stays as well, which is that of a sample."""
+    alone: Any = None
+    leader = begin([alone])[0]
+    leader.loader.end({"w": {0: 1.0}})
+    assert leader.is_loaded() and not leader.end
+    leader.weights.install(version)
+    warned = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert bool(warned) is is_logged and all("v1@f" in text and "weight_version" in text for text in warned)

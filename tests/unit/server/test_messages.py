@@ -348,6 +348,10 @@ async def test_what_is_refused_names_its_field_in_the_form_of_the_api(tokenizer:
         )
         assert (await b.http.post(PATH, content=b"no")).json()["type"] == "error"
         assert (await b.http.get(PATH)).json()["error"]["type"] == "invalid_request_error"
+        for answer in (await b.http.get(PATH + "/batches"), await b.http.post(PATH + "/batches/a/cancel", json={})):
+            told = answer.json()
+            assert (answer.status_code, told["type"], told["error"]["type"]) == (404, "error", "not_found_error")
+            assert told["request_id"] == answer.headers["request-id"]
 
 
 async def test_failures_before_and_within_a_stream(tokenizer: Tokenizer) -> None:

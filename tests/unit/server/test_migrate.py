@@ -201,10 +201,13 @@ async def test_stages_go_to_a_prefix_cache(
         kinds = [type(command) for command in source.scheduler.commands]
         tried = [SendPrefix, SendPrefix] if has_cache else [SendPrefix, EndMigration]
         assert kinds == [*tried, MigrateOut, EndMigration]
+        names = {request.migration_id for request in target.scheduler.requests}
+        assert len(target.scheduler.requests) == 1 + has_cache and len(names) == 1 and names != {""}
         assert not len(target.client.incoming)
         body = {"input_ids": [5, 6, 7], "to": TO}
         copied = await source.http.post("/replicate", json=body)
         assert copied.status_code == (200 if has_cache else 404), copied.text
+        assert {request.migration_id for request in target.scheduler.requests} == names | ({""} if has_cache else set())
         assert copied.json()["num_tokens" if has_cache else "param"] == (3 if has_cache else "input_ids")
         counted = await source.http.post("/replicate", json={"input_ids": [5, 6, 7]})
         assert counted.json() == {"success": True, "to": None, "num_tokens": 2}
@@ -256,6 +259,7 @@ async def test_a_retracted_request_is_computed_again(tokenizer: Tokenizer, monke
 BASE = GenerateRequest(rid="y", input_ids=[5, 6, 7], sampling=CoreSamplingParams(max_new_tokens=9))
 Change = Callable[[GenerateRequest], GenerateRequest]
 INCOMING: list[tuple[str, int, Change]] = [
+    ("request.migration_id", 400, lambda it: replace(it, migration_id="m" * 3000)),
     ("request.rid", 400, lambda r: replace(r, rid="")),
     ("request.input_ids", 400, lambda r: replace(r, input_ids=[])),
     ("request.input_ids", 400, lambda r: replace(r, input_ids=[1 << 30])),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -176,6 +177,32 @@ async def test_weights_that_cannot_be_used_name_their_field(tokenizer: Tokenizer
         for path in ("/update_weights_from_disk", "/destroy_weights_update_group"):
             busy = await b.http.post(path, json={"model_path": "/there"} if "disk" in path else {})
             assert (busy.status_code, busy.json()["error"]["code"]) == (409, "weights_busy")
+
+
+def change_last_byte(path: Path) -> None:
+    """As a mapping does: size and times stay."""
+    times = path.stat()
+    path.write_bytes(BYTES[:-1] + b"\1")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+async def test_an_object_in_shared_memory_is_loaded_once_while_it_stays(
+    tokenizer: Tokenizer, shared_object: Path
+) -> None:
+    """As the router sends it: to prepare, and to install."""
+    async with bench(tokenizer) as b:
+
+        async def num_loads(**fields: Any) -> int:
+            before = len(commands(b, PrepareTensors))
+            body = {"shared_memory": shared_object.name, **fields}
+            answer = await b.http.post("/update_weights_from_tensor", json=body)
+            assert answer.status_code == 200, answer.text
+            return len(commands(b, PrepareTensors)) - before
+
+        assert [await num_loads(prepare_only=True), await num_loads(), await num_loads()] == [1, 0, 1]
+        assert await num_loads(prepare_only=True) == 1
+        change_last_byte(shared_object)
+        assert await num_loads() == 1, "other bytes, also with the times and size of the former ones"
 
 
 async def test_a_group_is_joined_used_and_left(tokenizer: Tokenizer) -> None:
