@@ -1,8 +1,9 @@
 """`pdserve bench`, `vllm bench serve` and SGLang's bench_serving in turns on the same server: do their figures agree?
 
-    python -m benchmarks.compare_bench [--servers monolith pair] [--rounds 3] [--write]
+    python -m benchmarks.compare_bench [--servers steady monolith pair] [--rounds 3] [--write]
     python -m benchmarks.compare_bench --base-url http://HOST:PORT --model NAME --tokenizer DIRECTORY
 
+`steady` answers by a timetable, so differences there come from the tools' definitions; a real server adds its noise.
 Each run is a process of its own and has prompts of its own, so no prefix cache holds them. One file of prompts has the
 fields that each of the three reads. Figures agree where the ranges of the rounds meet, or the medians are within 2 %.
 
@@ -30,6 +31,7 @@ if __package__ in (None, ""):  # run by its path: `benchmarks` and `pdserve` lie
 
 from benchmarks import report, servers
 from benchmarks.peers import HOME, VLLM
+from benchmarks.steady_server import steady_server
 from pdserve.bench.prompts import PromptMaker, open_tokenizer
 from pdserve.model.paths import resolve_model_path, resolve_tokenizer_path
 
@@ -52,6 +54,7 @@ METRICS = (
 )  # fmt: skip
 """Fields that the results of all three have, by one name; their headings and digits."""
 TOTALS = ("completed", "total_input_tokens", "total_output_tokens")
+SERVERS = ("steady", "monolith", "pair")
 TOLERANCE = 0.02
 RUN_S = 600.0
 
@@ -217,8 +220,11 @@ def document(args: argparse.Namespace, facts: Json, rounds: Mapping[str, report.
 
 @contextlib.contextmanager
 def server_url(kind: str, args: argparse.Namespace) -> Iterator[str]:
-    """Start a server: `monolith` with all threads, or a `pair` with half of them each. Yields the URL."""
-    if kind == "monolith":
+    """Start a server: `steady`, a `monolith` with all threads, or a `pair` with half of them each. Yields the URL."""
+    if kind == "steady":
+        with steady_server(args.model) as url:
+            yield url
+    elif kind == "monolith":
         with servers.monolith(args.model, args.dtype, threads=args.threads) as url:
             yield url
     else:
@@ -270,7 +276,7 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     report.add_model_flags(parser)
-    add("--servers", nargs="+", choices=("monolith", "pair"), default=["monolith", "pair"], help="started in turn")
+    add("--servers", nargs="+", choices=SERVERS, default=list(SERVERS), help="started in turn")
     add("--base-url", help="a running server in their place; --model is the name in its requests")
     add("--tokenizer", help="directory of the tokenizer; by default that of --model")
     add("--tools", nargs="+", choices=tuple(TOOLS), default=list(TOOLS))
