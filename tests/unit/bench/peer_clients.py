@@ -1,7 +1,7 @@
 """The request functions of other benchmark clients, and ours, on streams whose times are given. No network, no clock.
 
-Run by the Python of the other client: `python peer_clients.py vllm|sglang < cases.json` prints what it measured. Without
-`pdserve`, which that Python does not have.
+Run by the Python of the other client: `python peer_clients.py vllm|sglang < cases.json` prints what it measured. The
+script imports nothing of pdserve, which that Python does not have.
 """
 
 from __future__ import annotations
