@@ -219,7 +219,7 @@ class EngineClient:
         in_use = self._live.in_use(name for state in states for name in state.names)
         if in_use is not None:
             raise RequestError(f"rid {in_use!r} belongs to a request that is still running", field="rid")
-        generation = Generation(len(states), self._close)
+        generation = Generation(len(states), self._close, call)
         generation.prior_text.update(prior_text)
         if self._new_prefill is not None:
             for state, address in zip(states, self._new_prefill.take(client, requests), strict=True):
@@ -242,9 +242,10 @@ class EngineClient:
         if in_use is not None:
             raise RequestError(f"rid {in_use!r} belongs to a request that is still running", field="rid")
         entry = self.incoming.take(state.request.rid, ATTACH_FIELD, len(state.request.prior_output_ids))
-        generation = state.generation = Generation(1, self._close)
+        call = current_call()
+        generation = state.generation = Generation(1, self._close, call)
         generation.prior_text.update(prior_text)
-        self._stats.started(state, current_call())
+        self._stats.started(state, call)
         self._live.add(state)
         for output in entry.outputs:
             self._on_output(output)
