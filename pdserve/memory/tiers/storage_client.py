@@ -387,7 +387,7 @@ Move = Callable[[Sequence[str], Sequence[memoryview]], list[bool]]
 
 def _outcomes(move: Move, keys: Sequence[str], objects: Sequence[memoryview]) -> list[bool]:
     """Call `get_into` or `put_from` of a store, which may be a third party's, and check what it returns."""
-    moved = list(move(keys, objects))
+    moved = [bool(one) for one in move(keys, objects)]
     if len(moved) != len(keys):
         raise StorageError(f"{len(moved)} results for {len(keys)} objects")
     return moved

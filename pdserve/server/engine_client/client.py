@@ -50,7 +50,7 @@ from pdserve.server.engine_client.live_requests import (
     RequestStatsRecorder,
     WaitingRequests,
 )
-from pdserve.server.engine_client.migration import IncomingRequests, MovedRequests
+from pdserve.server.engine_client.migration import IncomingRequest, IncomingRequests, MovedRequests
 from pdserve.server.generation import ATTACH_FIELD, Generation
 from pdserve.server.http.middleware import current_call
 from pdserve.server.text.detokenizer import detokenize_output
@@ -251,8 +251,10 @@ class EngineClient:
             self._on_output(output)
         return generation
 
-    async def take_in(self, request: GenerateRequest, timeout_s: float) -> None:
-        """Send a request of another server to the scheduler; return once it is computed here.
+    async def take_in(self, request: GenerateRequest, timeout_s: float) -> IncomingRequest | None:
+        """Send a request of another server to the scheduler; return it once it is computed here and waits for a reader.
+
+        The result is None for a prefix, which has ended.
 
         Raises:
             RequestError: it is refused, its KV does not arrive, or `timeout_s` seconds have passed.
@@ -276,8 +278,9 @@ class EngineClient:
         if entry.failure is not None:
             raise entry.failure.error()
         if entry.has_ended:
-            return
+            return None
         self.incoming.wait_for_reader(entry)
+        return entry
 
     def find_one(self, name: str) -> RequestState | None:
         """Return the live sequence whose client id is `name`; None without one, or with several."""

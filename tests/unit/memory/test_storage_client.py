@@ -422,6 +422,14 @@ def test_a_store_that_forgets_results_has_failed(client: StorageClient, store: B
     assert "1 results for 3 objects" in client.breaker.last_error
 
 
+def test_results_that_are_no_booleans_end_no_thread(client: StorageClient, store: BadStore) -> None:
+    """Later jobs go on."""
+    store.put_from = lambda keys, buffers: [None, 1, "yes"]  # type: ignore[method-assign,list-item]
+    job = client.start_put(page_ids(3), views(3))
+    wait_until(lambda: job.is_done, "the pages are stored")
+    assert (job.num_done, client.counts.pages_written, client.counts.pages_refused) == (0, 2, 1)
+
+
 def test_store_that_is_away_is_probed(client: StorageClient, store: BadStore) -> None:
     """A failure opens the breaker; a probe that no request waits for closes it."""
     put(client, 2)
