@@ -10,8 +10,8 @@ All streams begin at the first decode server. Four runs of the same greedy reque
     kill      the same, but the first is killed: all streams are computed again at the second
     (a warm-up before them)
 
-The exit status is 1 for a token that differs from the steady run's in the drain, or a gap of a stream there that is
-longer than the steady run's p99 ITL and a second.
+The exit status is 1 for a token that differs from the steady run's in the drain, a gap of a stream there that is longer
+than the steady run's p99 ITL and a second, or a stream that ran when the server was drained and did not move.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +65,13 @@ class Stream:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """One run. `wrong`: streams with other tokens than the steady run's. `pauses_s`: the longest gap of each stream."""
+    """One run. `wrong`: streams with other tokens than the steady run's. `pauses_s`: the longest gap of each stream.
+
+    `running`: streams that had begun and not ended when the event of the run happened.
+    """
 
     name: str
+    running: int
     wrong: int
     failed: int
     itl_p50_s: float
@@ -82,6 +86,7 @@ class Summary:
         pairs = zip(streams, expected, strict=True)
         return cls(
             name,
+            sum(bool(one.arrivals_s) and one.arrivals_s[0] <= since_s < one.arrivals_s[-1] for one in streams),
             sum(one.error is None and one.token_ids != other.token_ids for one, other in pairs),
             sum(stream.error is not None for stream in streams),
             percentile(gaps, 50),
@@ -209,9 +214,17 @@ async def measure(args: argparse.Namespace, farm: Deployment) -> tuple[list[Summ
     return found, counters
 
 
-def faults(found: Sequence[Summary]) -> Iterator[str]:
-    """Yield what the drain did wrong."""
+MOVED = 'migrations_total{result="moved"}'
+"""The router's counter of streams that have moved, see `Deployment.metrics`."""
+
+
+def faults(args: argparse.Namespace, found: Sequence[Summary], counters: Mapping[str, float]) -> Iterator[str]:
+    """Yield what the drain did wrong. `counters`: the router's behind the drain."""
     steady, drained = found[0], found[1]
+    if drained.running != args.streams:
+        yield f"{drained.running} of {args.streams} streams ran at the drain"
+    if counters.get(MOVED, 0) < drained.running:
+        yield f"{drained.running - counters.get(MOVED, 0):.0f} of {drained.running} running streams did not move"
     if steady.failed or drained.failed:
         yield f"{steady.failed + drained.failed} streams failed"
     if drained.wrong:
@@ -225,13 +238,15 @@ def document(args: argparse.Namespace, facts: dict[str, Any], found: Sequence[Su
     """The report in Markdown."""
     rows = [
         [
-            one.name, str(one.failed), str(one.wrong), f"{1e3 * one.itl_p50_s:.0f}", f"{1e3 * one.itl_p99_s:.0f}",
+            one.name, str(one.running), str(one.failed), str(one.wrong),
+            f"{1e3 * one.itl_p50_s:.0f}", f"{1e3 * one.itl_p99_s:.0f}",
             f"{1e3 * percentile(one.pauses_s, 50):.0f}", f"{1e3 * max(one.pauses_s):.0f}", f"{one.took_s:.1f}",
         ]
         for one in found
     ]  # fmt: skip
-    header = ["run", "failed", "other tokens", "ITL p50", "ITL p99", "longest gap p50", "longest gap", "took, s"]
-    wrong = list(faults(found))
+    header = ["run", "running then", "failed", "other tokens", "ITL p50", "ITL p99"]
+    header += ["longest gap p50", "longest gap", "took, s"]
+    wrong = list(faults(args, found, facts["counters"]))
     verdict = "The drain meets its limit." if not wrong else f"The drain misses its limit: {'; '.join(wrong)}."
     counters = ", ".join(f"{name} {value:.0f}" for name, value in facts["counters"].items())
     return f"""# A drained decode server, {facts["date"]}
@@ -243,8 +258,8 @@ last bits.
 
 {report.markdown_table(header, rows)}
 
-{verdict} Limit: no other token, no failed stream, and no gap longer than the steady p99 ITL and 1 s. The router's \
-counters behind the drain: {counters}.
+{verdict} Limit: every stream runs at the drain and moves, no other token, no failed stream, and no gap longer than \
+the steady p99 ITL and 1 s. The router's counters behind the drain: {counters}.
 
 {report.footer(facts, own_load=2)}
 """
@@ -257,7 +272,7 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     report.add_model_flags(parser)
     add("--streams", type=int, default=32)
     add("--input-len", type=int, default=64)
-    add("--output-len", type=int, default=128)
+    add("--output-len", type=int, default=256, help="tokens of a stream; it must run at the drain")
     add("--after-s", type=float, default=1.0, help="seconds from when all streams run to the drain")
     report.add_write_flags(parser, "drain")
     args = parser.parse_args(argv)
@@ -274,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found, counters = asyncio.run(measure(args, Deployment(args, stack)))
     facts = bench.facts(runs=[dataclasses.asdict(one) for one in found], counters=counters)
     bench.publish(args, document(args, facts, found), facts)
-    return 1 if any(faults(found)) else 0
+    return 1 if any(faults(args, found, counters)) else 0
 
 
 if __name__ == "__main__":

@@ -7,6 +7,9 @@ prompt, so that 90% of it was computed before. The conversations take turns, so 
 its next turn comes. `none` computes it again, `host` has room for all conversations in host memory, and `host+file` has
 as little host memory as the device has, and a directory. One monolith for each variant; all are up for the whole run,
 and each turn goes to all of them, one after the other. First turns are not counted.
+
+The exit status is 1 for answers that differ between the variants, a hit rate of a tier below `LEAST_HIT_RATE`, or a
+median TTFT that is less than `LEAST_TIMES` times as short as without a tier.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,10 @@ from benchmarks.servers import monolith
 VARIANTS = ("none", "host", "host+file")
 PAGE_TOKENS = 64
 SETTLE_S = 20.0
+LEAST_TIMES = 3.0
+"""TTFT without a tier in those of each tier, of medians."""
+LEAST_HIT_RATE = 0.85
+"""Share of prompt tokens that a tier must find; 0.9 were computed before, and only whole pages are found."""
 COUNTERS = ("load_back_tokens", "prefetched_tokens", "backuped_tokens")
 Turns = dict[str, list[dict[str, float]]]
 """For each variant the numbers of each turn."""
@@ -147,10 +154,25 @@ def table(turns: Turns, states: dict[str, dict[str, Any]]) -> str:
     return report.markdown_table(header, rows)
 
 
+def faults(turns: Turns, different: int) -> Iterator[str]:
+    """Yield what the tiers did wrong. `different`: answers that differ between variants."""
+    if different:
+        yield f"{different} answers differ"
+    base = statistics.median(one["ttft_s"] for one in turns["none"])
+    for variant, found in turns.items():
+        times = base / statistics.median(one["ttft_s"] for one in found)
+        if variant != "none" and times < LEAST_TIMES:
+            yield f"TTFT of {variant} is {times:.1f} times as short, less than {LEAST_TIMES:g}"
+        if variant != "none" and hit_rate(found) < LEAST_HIT_RATE:
+            yield f"the hit rate of {variant} is {hit_rate(found):.0%}, less than {LEAST_HIT_RATE:.0%}"
+
+
 def document(
     args: argparse.Namespace, facts: dict[str, Any], turns: Turns, states: dict[str, dict[str, Any]], different: int
 ) -> str:
     """The whole report in Markdown."""
+    wrong = list(faults(turns, different))
+    verdict = "The tiers meet their limit." if not wrong else f"The tiers miss their limit: {'; '.join(wrong)}."
     notes = [f"Flags of `host+file`: `{' '.join(flags_of(args, 'host+file', 'DIRECTORY'))}`."]
     return f"""# Conversations with more prefixes than device memory, {facts["date"]}
 
@@ -159,6 +181,9 @@ def document(
 {len(turns["none"])} turns of each variant, one request at a time. Answers that differ between variants: {different}.
 
 {table(turns, states)}
+
+{verdict} Limit: the same answers, a hit rate of {LEAST_HIT_RATE:.0%}, and a median TTFT that is {LEAST_TIMES:g} times \
+as short as without a tier.
 
 {report.footer(facts, notes)}
 """
@@ -184,7 +209,7 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print, and write when asked."""
+    """Run, print, and write when asked; 1 when a tier misses its limit."""
     args = parse_flags(argv)
     bench = report.Run("tiers", argv)
     print(bench.machine, flush=True)
@@ -200,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         states = {variant: state(url) for variant, url in urls.items()}
     facts = bench.facts(turns=turns, counters={variant: found["counters"] for variant, found in states.items()})
     bench.publish(args, document(args, facts, turns, states, different), facts)
-    return 0
+    return 1 if any(faults(turns, different)) else 0
 
 
 if __name__ == "__main__":

@@ -40,6 +40,13 @@ Announce = Callable[[Mapping[str, Fact], str], None]
 """Takes and reports facts of the engine; the text is `weights_name`."""
 
 
+UNNAMED = (
+    "new weights have the name of the former ones, %s@%s: a pair does not notice while its servers differ. Give each "
+    "update a weight_version of its own"
+)
+"""Logged where neither the name of the version nor the sample behind the fingerprint changes."""
+
+
 class _Loading:
     """The load of one rank of replica `dp_rank`: one at a time."""
 
@@ -81,8 +88,8 @@ class _Loading:
             received = self.loader.groups.receive(command.group, command.sent)
             return {name: TensorInMemory(tensor) for name, tensor in received.items()}
         found: dict[str, TensorSource] = {}
-        for path in command.files:
-            tensors = tensors_in(path)
+        for path, given_name in zip(command.files, command.names, strict=True):
+            tensors = tensors_in(path, given_name)
             twice = found.keys() & tensors.keys()
             if twice:
                 raise ModelError(f"the tensor {min(twice)} is given twice")
@@ -139,6 +146,11 @@ class LeaderWeights:
         self._query_id, self._outcome, self._is_wanted, self._others = command.query_id, None, True, ()
         self._loading.begin(command)
 
+    def refuse(self, query_id: str, why: str) -> None:
+        """See `RankWeights.refuse`."""
+        if self._engine.dp_sync is not None:
+            self._engine.dp_sync.refuse_load(query_id, why)
+
     def end_wait(self) -> None:
         """See `RankWeights.end_wait`."""
         self._is_wanted = False
@@ -166,6 +178,7 @@ class LeaderWeights:
         future = self._loading.future
         prepared = None if future is None else future.result()
         if prepared is not None:
+            former = engine.weights_fingerprint
             self._loading.install()
             engine.change_weights(
                 [prepared.samples, *(one.samples for one in self._reports), *self._others],
@@ -173,6 +186,8 @@ class LeaderWeights:
                 prepared.digest,
             )
             log.info("weights of all ranks: %s, from %s", engine.weights_fingerprint, prepared.source.path)
+            if engine.weights_fingerprint == former and version in (None, self._version):
+                log.warning(UNNAMED, self._version, former)
         self._version = self._version if version is None else version
         source = self._loading.loader.source
         facts: dict[str, Fact] = {
@@ -284,6 +299,9 @@ class FollowerWeights:
                 self._report(WeightsLoaded(number=number, samples=found.samples, draft_samples=found.draft_samples))
 
         self._loading.begin(command, ended)
+
+    def refuse(self, query_id: str, why: str) -> None:
+        """See `RankWeights.refuse`. Rank 0 tells them."""
 
     def end_wait(self) -> None:
         """See `RankWeights.end_wait`. Rank 0 waits."""

@@ -82,6 +82,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Digest that the adapter `lora` must have, as of a restored request. Empty: any."""
     taken_over: bool = False
     """True: another decode server has the request, whose KV it does not send, until its first output here. `local`."""
+    migration_id: str = ""
+    """Name of the migration that the request is a stage or the end of: all of it goes to one replica. Empty: none."""
     kv_tokens: int = 0
     """First tokens of `given_ids` whose KV came before, in `KVPart`s."""
 
@@ -484,7 +486,9 @@ class CommandReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     payload: bytes = b""
     """Of `MigrateOut` and `SendPrefix`: see there. Empty for other commands."""
     failure: Failure | None = None
-    """Of a refused migration: why."""
+    """Of a refused migration, or of weights that cannot be used: why."""
+    is_final: bool = False
+    """Of a command to all replicas that has failed here: it has failed, whatever the others reply."""
 
 
 ToApi = OutputBatch | StateReply | CommandReply | ExtractReply | KVPart | EngineReady | SchedulerHeartbeat

@@ -63,7 +63,7 @@ from pdserve.router.workers.admission import OTHER_TOKENS, Admission
 from pdserve.router.workers.api import WorkersApi
 from pdserve.router.workers.engine_metrics import PATH as ENGINE_METRICS_PATH
 from pdserve.router.workers.engine_metrics import EngineMetrics
-from pdserve.router.workers.fanout import MEMORY_COMMANDS, UPDATES, WorkerFanout
+from pdserve.router.workers.fanout import GROUP_COMMANDS, MEMORY_COMMANDS, UPDATES, WorkerFanout
 from pdserve.router.workers.health import HealthMonitor
 from pdserve.router.workers.metrics import RouterMetrics
 from pdserve.router.workers.outcome import make_session
@@ -116,7 +116,7 @@ class RouterApp:
             config, self.registry, self.admission.pairs, session, self.metrics, self._drain, rng, self.admission.wake
         )
         self.health.on_up.append(self.watchdog.compare_tokens)
-        self._fanout = WorkerFanout(config, self.registry, self.health, session)
+        self._fanout = WorkerFanout(config, self.registry, self.health, session, self.watchdog.recheck)
         self._workers_api = WorkersApi(config, self.registry, self.admission.wake, self.admission.now)
         self._role_switch = RoleSwitch(
             config, self.registry, self.health, session, self.admission.wake, self.admission.now
@@ -253,6 +253,7 @@ class RouterApp:
             web.get("/version", self.version),
             *(web.post(path, fanout.fan_out) for path in COMMANDS),
             *(web.post(path, fanout.update_weights) for path in UPDATES),
+            *(web.post(path, fanout.refuse_group) for path in GROUP_COMMANDS),
             *(
                 web.get(path, fanout.fan_out)
                 for path in ("/flush_cache", "/start_profile", "/stop_profile", *MEMORY_COMMANDS)

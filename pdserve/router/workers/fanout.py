@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import aiohttp
@@ -34,6 +34,12 @@ UPDATE_FROM_DISK_PATH = "/update_weights_from_disk"
 UPDATE_FROM_TENSOR_PATH = "/update_weights_from_tensor"
 UPDATES = (UPDATE_FROM_DISK_PATH, UPDATE_FROM_TENSOR_PATH, "/update_weight_version")
 """Commands that change the weights of all workers, or their version."""
+GROUP_COMMANDS = (
+    "/init_weights_update_group",
+    "/update_weights_from_distributed",
+    "/destroy_weights_update_group",
+)
+"""Commands about a trainer's process group, in which each worker has ranks of its own. The router refuses them."""
 MEMORY_COMMANDS = ("/release_memory_occupation", "/resume_memory_occupation")
 MEMORY_TIMEOUT_S = 630.0
 """For the copy of the weights, which a worker writes or reads."""
@@ -43,12 +49,19 @@ class WorkerFanout:
     """The handlers that send requests to workers."""
 
     def __init__(
-        self, config: RouterConfig, registry: Registry, health: HealthMonitor, session: aiohttp.ClientSession
+        self,
+        config: RouterConfig,
+        registry: Registry,
+        health: HealthMonitor,
+        session: aiohttp.ClientSession,
+        probe_pairs: Callable[[], Awaitable[None]],
     ) -> None:
+        """`probe_pairs`: probes the pairs that serve no requests."""
         self._config = config
         self._registry = registry
         self._health = health
         self._session = session
+        self._probe_pairs = probe_pairs
 
     async def proxy(self, request: web.Request) -> web.Response:
         """Forward to one usable worker, decode workers first, since clients get decode's answers.
@@ -156,17 +169,20 @@ class WorkerFanout:
         timeout_s = MEMORY_TIMEOUT_S if of_memory else None
         answers = await asyncio.gather(*(self._call(request, worker, body, timeout_s) for worker in workers))
         if of_memory:
-            await asyncio.gather(*map(self._health.check, workers))
+            await self._recheck(workers)
         return _answer_of_all(workers, answers)
 
     async def update_weights(self, request: web.Request) -> web.Response:
-        """Change the weights of all healthy workers: all prepare them first, so that they change at about one time."""
+        """Change the weights of all healthy workers: all prepare them first, so that they change at about one time.
+
+        The answer comes when the router has checked them again.
+        """
         try:
             fields = orjson.loads(request[BODY])
         except orjson.JSONDecodeError as error:
             return error_response(400, f"the body is not JSON: {error}", "invalid_json")
         if not isinstance(fields, dict):
-            return error_response(400, "the body must be a JSON object", "bad_request")
+            return error_response(400, "the body must be a JSON object", "invalid_json")
         try:
             prepare = orjson.dumps(fields | {"prepare_only": True})
         except orjson.JSONEncodeError:
@@ -181,7 +197,22 @@ class WorkerFanout:
             if fields.get("prepare_only") or max(_statuses(workers, prepared).values()) >= 400:
                 return _answer_of_all(workers, prepared)
         calls = (self._call(request, worker, request[BODY], timeout_s) for worker in workers)
-        return _answer_of_all(workers, await asyncio.gather(*calls))
+        answers = await asyncio.gather(*calls)
+        await self._recheck(workers)
+        return _answer_of_all(workers, answers)
+
+    async def _recheck(self, workers: Sequence[Worker]) -> None:
+        """Check the workers of a command, and then their pairs, so that the next request finds those that serve."""
+        await asyncio.gather(*map(self._health.recheck, workers))
+        await self._probe_pairs()
+
+    async def refuse_group(self, request: web.Request) -> web.Response:
+        """Refuse a command about a trainer's process group: each server has ranks of its own in it."""
+        message = (
+            f"{request.path} is not sent to the workers of a router: each server of a process group has ranks of its "
+            "own. Send it to each server (GET /workers lists them), to /init_weights_update_group with its rank_offset"
+        )
+        return error_response(400, message, "call_each_server")
 
     def _own_headers(self, method: str, path: str, worker: Worker) -> dict[str, str]:
         """Return the header with the router's own key for `worker`; empty: the client's header is forwarded."""

@@ -13,6 +13,7 @@ Where a step before the commit fails, the request goes on at S, and D ends its c
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections.abc import AsyncGenerator
@@ -146,8 +147,11 @@ class Migrations:
         if spec.lora is not None and spec.lora not in context.adapters:
             raise context.no_such_model(spec.lora, field="lora_path")
         self._gate.require_open()
-        with self._gate.call():
-            await context.client.take_in(spec, body.timeout_s)
+        with contextlib.ExitStack() as held:
+            held.enter_context(self._gate.call())
+            entry = await context.client.take_in(spec, body.timeout_s)
+            if entry is not None and spec.rid in context.client.incoming:  # a drain waits for it without a reader too
+                entry.held = held.pop_all()
         return json_response({"success": True, "rid": spec.rid})
 
     def _check_recomputed(self, body: TakeInBody) -> None:
@@ -179,7 +183,8 @@ class Migrations:
     async def _move(self, state: RequestState, url: URL, *, attach: bool) -> dict[str, Any]:
         """Move a request. Raises RequestError when it goes on here."""
         client, rid, room = self._context.client, state.request.rid, secrets.randbits(62)
-        num_stages = await self._send_stages(rid, url)
+        name = secrets.token_hex(8)
+        num_stages = await self._send_stages(rid, url, name)
         if not num_stages:  # a server that hangs is not waited for while the request stands still
             await self._client.reach(url)
         stopped = await self._stop(rid, room)
@@ -188,7 +193,7 @@ class Migrations:
         new_rid = f"m{room:x}"
         committed = False
         try:
-            await self._take_in(url, msgspec.structs.replace(offer.request, rid=new_rid))
+            await self._take_in(url, msgspec.structs.replace(offer.request, rid=new_rid, migration_id=name))
             reply = await client.command(lambda i: EndMigration(query_id=i, rid=rid, commit=True), COMMAND_TIMEOUT_S)
             committed = reply.ok
             if not committed:
@@ -208,15 +213,17 @@ class Migrations:
             "num_stages": num_stages,
         }
 
-    async def _send_stages(self, rid: str, url: URL) -> int:
+    async def _send_stages(self, rid: str, url: URL, name: str) -> int:
         """Send whole pages while the request runs, until few are left; returns the number of stages.
+
+        `name`: of the migration.
 
         Raises:
             RequestError: the other server cannot take the request at all; it has not stopped.
         """
         after = 0
         for number in range(MAX_STAGES):
-            num_tokens = await self._send_prefix(rid, url, after)
+            num_tokens = await self._send_prefix(rid, url, after, name=name)
             if num_tokens is None:
                 return number
             after = num_tokens
@@ -229,8 +236,12 @@ class Migrations:
         )
         return msgspec.msgpack.decode(reply.payload, type=int) if reply.ok else 0
 
-    async def _send_prefix(self, rid: str, url: URL, after: int, prompt: GenerateRequest | None = None) -> int | None:
+    async def _send_prefix(
+        self, rid: str, url: URL, after: int, prompt: GenerateRequest | None = None, *, name: str = ""
+    ) -> int | None:
         """Send a prefix to the server at `url`; returns its tokens, None when there is nothing to send, or no cache.
+
+        `name`: of the migration that it is a stage of; empty: none.
 
         Raises:
             RequestError: the other server does not take it.
@@ -243,7 +254,7 @@ class Migrations:
             return None
         request = msgspec.msgpack.decode(reply.payload, type=MigrationOffer).request
         try:
-            await self._take_in(url, msgspec.structs.replace(request, rid=f"p{room:x}"))
+            await self._take_in(url, msgspec.structs.replace(request, rid=f"p{room:x}", migration_id=name))
         except RequestError as error:
             await self._go_on(rid)
             if error.code == NO_CACHE:

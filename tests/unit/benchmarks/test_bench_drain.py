@@ -37,9 +37,26 @@ def test_the_limit(gap: float, token_ids: list[int], error: str | None, fault: s
     steady = bench.Summary.of("steady", STEADY, STEADY, 0.0)
     drained = [STEADY[0], stream([0.1, gap, 0.1], token_ids, error)]
     found = [steady, bench.Summary.of("drain by migration", drained, STEADY, 0.0)]
-    faults = list(bench.faults(found))
+    args, counters = bench.parse_flags(["--streams", "2"]), {bench.MOVED: 2.0}
+    faults = list(bench.faults(args, found, counters))
     assert faults == [] if fault is None else fault in faults[0]
-    args = bench.parse_flags([])
     facts = {"date": "today", "machine": report.machine(), "revision": "r", "duration_s": 1, "command": "c"}
-    text = bench.document(args, facts | {"load_after": 0.0, "counters": {"moved": 2.0}}, found)
+    text = bench.document(args, facts | {"load_after": 0.0, "counters": counters}, found)
     assert ("misses" in text) == (fault is not None)
+
+
+@pytest.mark.parametrize(
+    ("at_s", "moved", "fault"),
+    [
+        (0.2, 2, None),
+        (0.2, 1, "1 of 2 running streams did not move"),
+        (0.2, 0, "2 of 2 running streams did not move"),
+        (0.6, 2, "0 of 2 streams ran at the drain"),
+    ],
+)
+def test_streams_that_run_at_the_drain_must_move(at_s: float, moved: int, fault: str | None) -> None:
+    steady = bench.Summary.of("steady", STEADY, STEADY, at_s)
+    found = [steady, bench.Summary.of("drain by migration", STEADY, STEADY, at_s)]
+    counters = {bench.MOVED: float(moved), 'migrations_total{result="gone"}': 2.0}
+    faults = list(bench.faults(bench.parse_flags(["--streams", "2"]), found, counters))
+    assert faults == ([] if fault is None else [fault])

@@ -1,15 +1,18 @@
 """A server with a host tier plays a trace: at every point a copy made from its events equals both of its trees.
 
-The slow test plays the trace that the variable PDSERVE_TRACE names: JSON lines with `hash_ids`, a page for each.
+Traces are JSON lines with `hash_ids`, a page for each. A made-up one is played by default; the slow test plays the one
+that the variable PDSERVE_TRACE names, and a reader joins at each of its requests.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +35,8 @@ from tests.kv_reader import Follower
 LAYOUT = hash_layout(1)
 NAMESPACE = KeyNamespace("w1", True, "l1", "float32", 1)
 GROUPS = {PageSpace.TOKENS: Group(0, "full_attention")}
+MOST_PAGES = 300
+"""Pages of a prompt of a trace that are played; the rest of a longer prompt is left out."""
 
 
 class Copies:
@@ -153,17 +158,49 @@ def test_conversations_are_followed_from_every_point(seed: int) -> None:
     assert server.counters["load_back_tokens"] and server.counters["hicache_backup_tokens"]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif("PDSERVE_TRACE" not in os.environ, reason="PDSERVE_TRACE names a trace")
-def test_a_trace_is_followed_from_every_point() -> None:
-    """Both tiers are far smaller than the trace. A reader joins every 20 requests."""
-    server = Server(num_pages=4000, num_slots=8000)
-    with open(os.environ["PDSERVE_TRACE"]) as lines:
-        requests = [json.loads(line)["hash_ids"][:900] for line in lines][:4000]
-    for number, hash_ids in enumerate(requests):
-        server.play(number, hash_ids)
-        if number % 20 == 0:
+def made_up_trace(path: Path, num_requests: int, seed: int = 3) -> Path:
+    """A file in the form of Mooncake's traces: turns of conversations, far apart, and prompts that never come again.
+
+    All begin with page 0. A turn has the pages of the turns before it; new pages have the next ids.
+    """
+    rng, next_id, lines = random.Random(seed), 1, []
+    open_: list[list[int]] = []
+    for number in range(num_requests):
+        goes_on = bool(open_) and rng.random() < 0.6
+        hash_ids = open_.pop(rng.randrange(len(open_))) if goes_on else [0]
+        count = rng.randint(1, 4) if goes_on else rng.randint(3, 20)
+        hash_ids = [*hash_ids, *range(next_id, next_id + count)]
+        next_id += count
+        if rng.random() < 0.7:
+            open_.append(hash_ids)
+        length = {"input_length": 512 * len(hash_ids) - rng.randrange(512), "output_length": rng.randint(1, 800)}
+        lines.append(json.dumps({"timestamp": 300 * number, **length, "hash_ids": hash_ids}))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def play_trace(path: Path, server: Server, most_requests: int | None = None) -> None:
+    """Play a trace. A reader joins at each request; all readers are compared with both trees then."""
+    with path.open() as lines:
+        for number, line in enumerate(itertools.islice(lines, most_requests)):
+            server.play(number, json.loads(line)["hash_ids"][:MOST_PAGES])
             server.join()
             server.check()
+
+
+def test_a_made_up_trace_is_followed_from_every_point(tmp_path: Path) -> None:
+    server = Server(num_pages=260, num_slots=400)
+    play_trace(made_up_trace(tmp_path / "trace.jsonl", 200), server)
+    assert server.memory.pages.num_evicted > 300 and server.pool.slots.pages.num_evicted > 300
+    assert server.counters["load_back_tokens"] > 100
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif("PDSERVE_TRACE" not in os.environ, reason="PDSERVE_TRACE names a trace")
+def test_a_trace_is_followed_from_every_point() -> None:
+    """The whole trace is played; both tiers are far smaller."""
+    server = Server(num_pages=400, num_slots=1600)
+    play_trace(Path(os.environ["PDSERVE_TRACE"]), server)
     assert server.memory.pages.num_evicted > 10_000 and server.pool.slots.pages.num_evicted > 10_000
     assert server.counters["load_back_tokens"]

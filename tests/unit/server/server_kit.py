@@ -294,6 +294,11 @@ class ScriptedScheduler:
             takes_embeds=self.takes_embeds,
         )
 
+    def announce(self, **facts: Any) -> None:
+        """Send new facts, as at an update of the weights."""
+        ready = self.ready()
+        self._channel.send(msgspec.structs.replace(ready, facts=ready.facts | facts))
+
     def _switch(self, command: SwitchRole) -> None:
         """As the scheduler: the role in which it is then is announced before the reply."""
         self.switches.append(command)

@@ -13,20 +13,23 @@ from pdserve.protocol.engine_state import EngineReady, EngineState
 from pdserve.protocol.messages import (
     AbortRequest,
     CommandReply,
+    EndMigration,
     EngineCoreOutput,
     FinishReason,
     FlushCache,
     GenerateRequest,
+    MigrateOut,
     OutputBatch,
     RedirectReceiver,
     RoomAddress,
+    SendPrefix,
     Shutdown,
     StateQuery,
     StateReply,
     ToApi,
     ToScheduler,
 )
-from pdserve.protocol.replicas import MAX_OPEN_QUERIES, PROBE_HOST, REDIRECT_TOKENS, ReplicatedChannel
+from pdserve.protocol.replicas import MAX_ARRIVING, MAX_OPEN_QUERIES, PROBE_HOST, REDIRECT_TOKENS, ReplicatedChannel
 from pdserve.protocol.sampling import CoreSamplingParams
 
 ENDED = FinishReason(type="length", length=1)
@@ -201,6 +204,22 @@ def test_one_answer_of_many() -> None:
     play(story)
 
 
+def test_a_final_failure_is_answered_at_once_and_only_once() -> None:
+    async def story(channel: ReplicatedChannel, pipes: list[Pipe]) -> None:
+        pipes[1].up.put_nowait(CommandReply(query_id="f", ok=False, message="busy", is_final=True))
+        reply = await channel.recv()
+        assert isinstance(reply, CommandReply) and not reply.ok and reply.is_final
+        assert reply.message == "replica 1: busy"
+        for number in (0, 2):
+            pipes[number].up.put_nowait(CommandReply(query_id="f", ok=not number, message="m", is_final=bool(number)))
+        for pipe in pipes:
+            pipe.up.put_nowait(CommandReply(query_id="g", ok=True, message="m"))
+        reply = await channel.recv()
+        assert isinstance(reply, CommandReply) and reply.query_id == "g" and reply.ok and not reply.is_final
+
+    play(story)
+
+
 def test_it_is_ready_when_all_are_and_what_they_all_can_counts() -> None:
     async def story(channel: ReplicatedChannel, pipes: list[Pipe]) -> None:
         for pipe, length in zip(pipes, (64, 32), strict=True):
@@ -241,3 +260,59 @@ def test_questions_that_are_never_answered_are_forgotten() -> None:
         assert 0 < len(answered) <= MAX_OPEN_QUERIES
 
     play(story, count=2)
+
+
+def test_commands_of_a_migration_go_to_the_replica_that_has_the_request_and_it_alone_answers() -> None:
+    def commands(rid: str) -> list[MigrateOut | EndMigration | SendPrefix]:
+        return [
+            SendPrefix(query_id=f"prefix {rid}", rid=rid, room=9),
+            MigrateOut(query_id=f"out {rid}", rid=rid, room=9),
+            EndMigration(query_id=f"end {rid}", rid=rid, commit=True),
+        ]
+
+    async def story(channel: ReplicatedChannel, pipes: list[Pipe]) -> None:
+        for number in range(3):
+            await channel.send(request(f"r{number}"))
+        for number in (2, 0, 1):
+            for command in commands(f"r{number}"):
+                await channel.send(command)
+                assert pipes[number].sent[-1] is command
+                pipes[number].up.put_nowait(CommandReply(query_id=command.query_id, ok=True, message="m"))
+                reply = await channel.recv()
+                assert isinstance(reply, CommandReply) and reply.query_id == command.query_id
+        for command in commands("unknown"):
+            await channel.send(command)
+
+    pipes = play(story, named=False)
+    sent = [[m.rid for m in pipe.sent if isinstance(m, MigrateOut | EndMigration | SendPrefix)] for pipe in pipes]
+    assert sent == [["r0"] * 3 + ["unknown"] * 3, ["r1"] * 3, ["r2"] * 3], "some replica must refuse an unknown rid"
+
+
+def arriving(rid: str, name: str, num_new: int) -> GenerateRequest:
+    return msgspec.structs.replace(
+        request(rid, 11), sampling=CoreSamplingParams(max_new_tokens=num_new), migration_id=name
+    )
+
+
+def test_stages_and_the_request_behind_them_go_to_one_replica() -> None:
+    async def story(channel: ReplicatedChannel, pipes: list[Pipe]) -> None:
+        await channel.send(msgspec.structs.replace(arriving("a1", "a", 0), room=None))
+        await channel.send(msgspec.structs.replace(arriving("b1", "b", 0), room=None))
+        for pipe, rid in zip(pipes, ("a1", "b1"), strict=False):
+            pipe.up.put_nowait(OutputBatch(outputs=[EngineCoreOutput(rid=rid, token_ids=[], finish=ENDED)]))
+            assert isinstance(await channel.recv(), OutputBatch)
+        await channel.send(request("busy"))  # the first replica is the least loaded one no more
+        for rid, name, num_new in (("b2", "b", 0), ("a2", "a", 5), ("b3", "b", 5), ("a3", "a", 5)):
+            await channel.send(msgspec.structs.replace(arriving(rid, name, num_new), room=None))
+
+    found = asked(play(story, named=False))
+    assert found == [["a1", "busy", "a2"], ["b1", "b2", "b3"], ["a3"]], "the migration of a ended with a2"
+
+
+def test_migrations_that_never_end_are_forgotten() -> None:
+    async def story(channel: ReplicatedChannel, pipes: list[Pipe]) -> None:
+        for number in range(MAX_ARRIVING + 10):
+            await channel.send(msgspec.structs.replace(arriving(f"s{number}", f"m{number}", 0), room=None))
+        assert len(channel._arriving) == MAX_ARRIVING and "m9" not in channel._arriving
+
+    play(story, named=False)
