@@ -182,7 +182,7 @@ class WorkerFanout:
         except orjson.JSONDecodeError as error:
             return error_response(400, f"the body is not JSON: {error}", "invalid_json")
         if not isinstance(fields, dict):
-            return error_response(400, "the body must be a JSON object", "bad_request")
+            return error_response(400, "the body must be a JSON object", "invalid_json")
         try:
             prepare = orjson.dumps(fields | {"prepare_only": True})
         except orjson.JSONEncodeError:
