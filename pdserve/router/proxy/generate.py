@@ -195,8 +195,9 @@ class GenerateHandler:
                 call = self._call(request, whole, None, deadline, trace, session=body, turn=turn.node.name)
             async with asyncio.timeout_at(deadline) as limit, contextlib.AsyncExitStack() as stack:
                 stack.enter_context(attending(turn))
-                routed = await self._tokenizer.tokenized(request, whole, call.routed)
-                call = dataclasses.replace(call, routed=routed)
+                if self._tokenizer.enabled:
+                    routed = await self._tokenizer.tokenized(request, whole, call.routed)
+                    call = dataclasses.replace(call, routed=routed)
                 outcome = await stack.enter_async_context(self._dispatcher.answer(call))
                 limit.reschedule(None)
                 if isinstance(outcome, WorkerStream) or (isinstance(outcome, WorkerResponse) and outcome.status < 400):

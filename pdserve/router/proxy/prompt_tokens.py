@@ -32,18 +32,16 @@ PATH = "/tokenize"
 
 
 class PromptTokenizer:
-    """Adds token ids to requests. Not `enabled`: no policy uses them, and it changes nothing."""
+    """Adds token ids to requests. Not `enabled`: no policy uses them."""
 
     def __init__(self, fanout: WorkerFanout, metrics: RouterMetrics, *, enabled: bool) -> None:
-        self._fanout, self._metrics, self._enabled = fanout, metrics, enabled
+        self._fanout, self._metrics, self.enabled = fanout, metrics, enabled
 
     async def tokenized(self, request: web.Request, body: Mapping[str, Any], routed: RoutedRequest) -> RoutedRequest:
         """Return `routed` with the tokens of the request; unchanged if they are not found in time.
 
         `body`: for the workers, with the whole prompt of a session.
         """
-        if not self._enabled:
-            return routed
         source, ids = await self._token_ids(request, body)
         tokens = None if ids is None else keys_of(body, ids)
         self._metrics.prompt_tokens.labels("failed" if ids is not None and tokens is None else source).inc()
