@@ -250,10 +250,10 @@ def test_wrong_flags_are_named(tiny_checkpoint: Tiny, tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- a real master
 
 
-def mooncake_flags(master: Master, segment: str) -> tuple[str, ...]:
+def mooncake_flags(master: Master, segment: str, **options: object) -> tuple[str, ...]:
     """Flags of a client that gives so much memory."""
     address = f"127.0.0.1:{master.port}"
-    return storage_flags("mooncake", master_server_address=address, global_segment_size=segment)
+    return storage_flags("mooncake", master_server_address=address, global_segment_size=segment, **options)
 
 
 def is_connected(server: Server) -> bool:
