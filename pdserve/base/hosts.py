@@ -53,6 +53,11 @@ def parse_address(text: str) -> IPAddress | None:
     return address if mapped is None else mapped
 
 
+def without_credentials(url: str) -> str:
+    """Return a URL without its user and password, for messages and results."""
+    return re.sub(r"(?<=://)[^/?#]*@", "", url)
+
+
 def own_addresses() -> tuple[str, ...]:
     """Return `LOOPBACK` and all IP addresses of this host's interfaces; last those that other hosts may also have."""
     own, shared = _interface_addresses()

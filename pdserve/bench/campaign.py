@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from pdserve.base.hosts import without_credentials
 from pdserve.bench.client import BenchClient, BenchRecord, Clock
 from pdserve.bench.load import BackgroundLoad, BenchSession, BenchTurn, LoadOutcome, Sleep, arrival_times, run_load
 from pdserve.bench.metrics import METRICS, PERCENTILES, Slo, detailed, summarize, summarize_background
@@ -133,7 +134,8 @@ class Campaign:
         if count == 0:
             return
         sessions = list(self._plan.sessions(self._plan.seed - 1, self._plan.points[0]))
-        first = [dataclasses.replace(sessions[index % len(sessions)], at_s=None) for index in range(count)]
+        chosen = (sessions[index % len(sessions)] for index in range(count))
+        first = [dataclasses.replace(one, at_s=None, turns=one.turns[:1]) for one in chosen]
         for service in self._services:
             self._progress.begin(f"{service.label}: warm-up", count)
             outcome = await self._load(service, first, [0.0] * count, 1, duration_s=self._plan.duration_s)
@@ -141,7 +143,8 @@ class Campaign:
             failed = next((one for one in outcome.records if one.error_kind is not None), None)
             if failed is not None:
                 text = f"{failed.error_kind}: {failed.error}"
-                raise ConfigError(f"{service.client.target.url}: the warm-up failed: {text}", field="base_url")
+                url = without_credentials(service.client.target.url)
+                raise ConfigError(f"{url}: the warm-up failed: {text}", field="base_url")
 
     async def search(self, service: BenchService, first_rate: float, load: LoadPoint) -> tuple[Json, list[Json]]:
         """Search the highest rate at which the target's share of requests is within the limits.
@@ -199,7 +202,7 @@ class Campaign:
         found: Json = {
             "date": time.strftime("%Y%m%d-%H%M%S"),
             "backend": service.client.target.backend,
-            "endpoint": service.client.target.url,
+            "endpoint": without_credentials(service.client.target.url),
             "label": service.label,
             "model_id": service.client.target.model,
             **plan.facts,

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pdserve.bench.results import LOAD_FIELDS, loads_of
+from pdserve.bench.results import LOAD_FIELDS, load_names, load_of, loads_of
 from pdserve.bench.svg import SERIES, Point, Svg, nice_top
 
 Json = dict[str, Any]
@@ -84,28 +84,27 @@ def _ticks(top: float, step: float) -> list[float]:
 
 def charts_of(results: Sequence[Json]) -> list[NamedChart]:
     """Return the charts that fit the results: curves over a sweep's loads, else those of each single load."""
-    labels = list(dict.fromkeys(result["label"] for result in results))
-    colours = {label: SERIES[index % len(SERIES)] for index, label in enumerate(labels)}
-    several = len(loads_of(results)) > 1
-    return sweep_charts(results, colours) if several else single_charts(results, colours)
+    field = _axis(results)
+    return single_charts(results) if field is None else sweep_charts(results, field)
 
 
-def _axis(results: Sequence[Json]) -> str:
-    """Return the field of the load that has several numbers; the request rate before the others."""
+def _axis(results: Sequence[Json]) -> str | None:
+    """Return the field of the load that has several numbers, the request rate before the others; None: no field has."""
     for field in LOAD_FIELDS:
         if len({one.get(field) for one in results if isinstance(one.get(field), int | float)}) > 1:
             return field
-    return "max_concurrency"
+    return None
 
 
 def _group(result: Json, others: Sequence[str]) -> tuple[Any, ...]:
     return (result["label"], *(result.get(name) for name in others))
 
 
-def sweep_charts(results: Sequence[Json], colours: dict[str, str]) -> list[NamedChart]:
-    """Return curves over the loads: medians of the rounds of each load."""
-    field = _axis(results)
-    used = [result for result in results if isinstance(result[field], int | float)]
+def sweep_charts(results: Sequence[Json], field: str) -> list[NamedChart]:
+    """Return curves over a field of the load: medians of the rounds of each load."""
+    labels = list(dict.fromkeys(result["label"] for result in results))
+    colours = {label: SERIES[index % len(SERIES)] for index, label in enumerate(labels)}
+    used = [result for result in results if isinstance(result.get(field), int | float)]
     others = [name for name in LOAD_FIELDS if name != field and len({one.get(name) for one in used}) > 1]
     groups = list(dict.fromkeys(_group(result, others) for result in used))
     several = bool(others)
@@ -137,17 +136,22 @@ def sweep_charts(results: Sequence[Json], colours: dict[str, str]) -> list[Named
     return made
 
 
-def single_charts(results: Sequence[Json], colours: dict[str, str]) -> list[NamedChart]:
+def single_charts(results: Sequence[Json]) -> list[NamedChart]:
     """Return the distribution of each latency, and tokens/s and requests in flight over time."""
     several = {result["label"] for result in results if result["round"] > 0}
+    loads = load_names(results) if len(loads_of(results)) > 1 else {}
+    groups = list(dict.fromkeys((result["label"], load_of(result)) for result in results))
+    colours = {group: SERIES[index % len(SERIES)] for index, group in enumerate(groups)}
 
     def series(points: Callable[[Json], list[Point]]) -> list[ChartSeries]:
         made = []
         for result in results:
-            name = f"{result['label']}, round {result['round'] + 1}" if result["label"] in several else result["label"]
+            label, load = result["label"], load_of(result)
+            parts = [label, *([loads[load]] if loads else [])]
+            parts += [f"round {result['round'] + 1}"] if label in several else []
             if found := points(result):
-                dashed = result["round"] > 0
-                made.append(ChartSeries(name=name, points=found, colour=colours[result["label"]], dashed=dashed))
+                dashed, colour = result["round"] > 0, colours[label, load]
+                made.append(ChartSeries(name=", ".join(parts), points=found, colour=colour, dashed=dashed))
         return made
 
     made = []

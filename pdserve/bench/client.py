@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import time
@@ -12,6 +13,7 @@ from typing import Any
 import aiohttp
 import orjson
 
+from pdserve.base.hosts import without_credentials
 from pdserve.errors import ConfigError
 
 Json = dict[str, Any]
@@ -25,6 +27,8 @@ MAX_LINE_BYTES = 16 << 20
 MODELS_TIMEOUT_S = 30.0
 MAX_MODELS_BYTES = 4 << 20
 MAX_ERROR_CHARS = 300
+DRAIN_S = 1.0
+"""Seconds to wait for the end of the connection's answer behind `[DONE]`, so that the next request can use it, too."""
 
 
 def backend_of(endpoint: str) -> str:
@@ -39,9 +43,10 @@ class BenchRecord:
     """What one request got.
 
     `start_s` is in seconds after the start of the run; all other times are in seconds after `start_s`. `arrivals_s` has
-    the time of each event with text, `end_s` that of the last event of the answer. `counted_by` says what
-    `output_tokens` counts: `usage`, or `events` at a server that sends no usage. `unfinished`: the run ended before the
-    answer did; `end_s` is then the end of the run. `error_kind` None and not `unfinished`: a whole answer.
+    the time of each event with text, or of each event with a choice in a whole answer without any text. `end_s` is the
+    time of the last event with a choice, or of the failure. `counted_by` says what `output_tokens` counts: `usage`, or
+    `events` at a server that sends no usage. `unfinished`: the run ended before the answer did; `end_s` is then the end
+    of the run. `error_kind` None and not `unfinished`: a whole answer.
     """
 
     start_s: float = 0.0
@@ -96,6 +101,7 @@ class EventReader:
         self.record = record
         self.done = False
         self._pending = b""
+        self._choices_s: list[float] = []
         self._usage_seen = False
         self._generated = 0
 
@@ -109,13 +115,15 @@ class EventReader:
                 self._take(line[5:].strip(), at_s)
 
     def finish(self) -> None:
-        """Take the end of the connection: without [DONE] it is an error."""
+        """Take the end of the answer: without `[DONE]`, or without an event that has a choice, it is an error."""
         record = self.record
-        if not self.done:
+        if not self.done and self._pending.strip() != b"data: [DONE]":
             record.fail("truncated", "the stream ended without [DONE]")
+        if not self._choices_s:
+            record.fail("invalid_answer", "the stream has no event with a choice")
         self._count_events()
-        if not record.arrivals_s and record.output_tokens > 0 and record.error_kind is None:
-            record.arrivals_s.append(record.end_s)  # its tokens have no text
+        if not record.arrivals_s and record.error_kind is None:
+            record.arrivals_s = self._choices_s  # its tokens have no text
 
     def cut(self, at_s: float) -> None:
         """Take the end of the run, `at_s` seconds after the request's start."""
@@ -149,6 +157,7 @@ class EventReader:
         piece = "".join(text_of(choice) for choice in choices)
         if choices:
             record.end_s = at_s
+            self._choices_s.append(at_s)
         if piece:
             record.arrivals_s.append(at_s)
             record.text += piece
@@ -160,6 +169,7 @@ class EventReader:
         """Take an event of `/generate`: its text is the whole text so far, or the new one of an incremental stream."""
         record, meta = self.record, event["meta_info"]
         record.end_s = at_s
+        self._choices_s.append(at_s)
         text = str(event.get("text") or "")
         new = text[len(record.text) :] if text.startswith(record.text) else text
         generated = int(meta.get("completion_tokens", 0))
@@ -175,9 +185,10 @@ class EventReader:
     def _count(self, usage: Json, cached: Any) -> None:
         record = self.record
         record.prompt_tokens = int(usage.get("prompt_tokens") or record.prompt_tokens)
-        record.output_tokens = int(usage.get("completion_tokens") or 0)
         record.cached_tokens = int(cached or 0)
-        self._usage_seen = True
+        if usage.get("completion_tokens") is not None:
+            record.output_tokens = int(usage["completion_tokens"])
+            self._usage_seen = True
 
 
 def text_of(choice: Json) -> str:
@@ -281,10 +292,11 @@ class BenchClient:
     async def first_model(self) -> str:
         """Return the first model of `/v1/models`. Raises ConfigError when there is none, or nothing answers."""
         assert self._session is not None
-        url = f"{self.target.root}/v1/models"
+        path = f"{self.target.root}/v1/models"
+        url = without_credentials(path)
         try:
             timeout = aiohttp.ClientTimeout(total=min(self.target.timeout_s, MODELS_TIMEOUT_S))
-            async with self._session.get(url, timeout=timeout) as response:
+            async with self._session.get(path, timeout=timeout) as response:
                 if response.status != 200:
                     raise ConfigError(f"{url} answers {response.status}; give --model, or --api-key", field="model")
                 body = b""
@@ -309,10 +321,13 @@ class BenchClient:
             record: filled in and returned. When this task is cancelled it has what came until then, as `unfinished`.
 
         Raises:
-            ConfigError: as `BenchTarget.body`.
+            ConfigError: as `BenchTarget.body`, and for a body that JSON cannot have.
         """
         assert self._session is not None
-        data = orjson.dumps(self.target.body(prompt, output_len))
+        try:
+            data = orjson.dumps(self.target.body(prompt, output_len))
+        except TypeError as error:  # half of a surrogate pair, an integer of more than 64 bits
+            raise ConfigError(f"a request cannot be sent as JSON: {error}", field="prompt") from error
         record = BenchRecord() if record is None else record
         reader = EventReader(record)
         began = self._clock()
@@ -324,7 +339,8 @@ class BenchClient:
                 else:
                     await self._read(response, reader, began)
         except asyncio.CancelledError:
-            reader.cut(self._clock() - began)
+            if not reader.done:
+                reader.cut(self._clock() - began)
             raise
         except TimeoutError:
             record.fail("timeout", f"no end within {self.target.timeout_s:g} s")
@@ -334,11 +350,19 @@ class BenchClient:
             record.fail("connection", f"{type(error).__name__}: {error}")
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             record.fail("invalid_answer", f"{type(error).__name__}: {error}")
+        if record.error_kind is not None:
+            record.end_s = self._clock() - began
         return record
 
     async def _read(self, response: aiohttp.ClientResponse, reader: EventReader, began: float) -> None:
-        async for chunk in response.content.iter_any():
+        chunks = response.content.iter_any()
+        async for chunk in chunks:
             reader.feed(chunk, self._clock() - began)
             if reader.done:
                 break
         reader.finish()
+        if reader.done and reader.record.error_kind is None:
+            with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError):
+                async with asyncio.timeout(DRAIN_S):
+                    async for _ in chunks:
+                        pass

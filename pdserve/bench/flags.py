@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from pdserve.base.hosts import without_credentials
 from pdserve.bench.campaign import LoadPoint
 from pdserve.bench.client import ENDPOINTS, BenchTarget, backend_of
 from pdserve.bench.datasets import MAKERS, DatasetOptions
@@ -158,7 +159,7 @@ def check(args: argparse.Namespace) -> None:
     for name in ("base_url", "compare"):
         url = getattr(args, name)
         good = url is None or (url.startswith(("http://", "https://")) and _has_host(url))
-        _require(good, name, f"must be such as {DEFAULT_URL}, not {url!r}")
+        _require(good, name, f"must be such as {DEFAULT_URL}, not {without_credentials(str(url))!r}")
     _require(args.endpoint is None or args.endpoint.startswith("/"), "endpoint", "must begin with /")
     percentiles_of(args), metrics_of(args), Slo.parse(args.goodput), metadata_of(args)
 
@@ -198,7 +199,8 @@ def labels_of(args: argparse.Namespace) -> list[str]:
     """Return the names of the services in the results."""
     if args.compare is None:
         return [args.label or args.backend or backend_of(args.endpoint or "")]
-    hosts = [url.partition("://")[2].rstrip("/") for url in (args.base_url, args.compare)]
+    urls = (without_credentials(url) for url in (args.base_url, args.compare))
+    hosts = [url.partition("://")[2].rstrip("/") for url in urls]
     return [args.label or hosts[0], args.compare_label or hosts[1]]
 
 

@@ -184,8 +184,9 @@ def _spread(name: str, values_s: Sequence[float], percentiles: Sequence[float]) 
 
 
 def peak_tokens_per_s(records: Sequence[BenchRecord]) -> float:
-    """Return the largest number of events with text in one second of the run, counted in whole seconds."""
-    seconds = collections.Counter(int(record.start_s + at) for record in records for at in record.arrivals_s)
+    """Return the largest number of events with text in one second, in whole seconds after the first request's start."""
+    first_s = min((record.start_s for record in records), default=0.0)
+    seconds = collections.Counter(int(record.start_s + at - first_s) for record in records for at in record.arrivals_s)
     return float(max(seconds.values(), default=0))
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from pdserve import __version__
 from pdserve.base.host_facts import cpu_model
+from pdserve.base.hosts import without_credentials
 from pdserve.bench import flags, html_report, text_report
 from pdserve.bench.campaign import BenchPlan, BenchProgress, BenchService, Campaign, wait_ready, wait_serving
 from pdserve.bench.client import BenchClient, BenchRecord, BenchTarget
@@ -192,8 +193,8 @@ def shown_flags(args: argparse.Namespace) -> Json:
 def _shown(value: Any) -> Any:
     if isinstance(value, list):
         return [_shown(one) for one in value]
-    if isinstance(value, Path):
-        return str(value)
+    if isinstance(value, str | Path):
+        return without_credentials(str(value))
     return "inf" if value == math.inf else value
 
 

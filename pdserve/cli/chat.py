@@ -20,7 +20,8 @@ from urllib.parse import urlsplit
 
 import requests
 
-from pdserve.cli.fleet import open_session, printable, tls_error
+from pdserve.base.hosts import without_credentials
+from pdserve.cli.fleet import credentials_of, open_session, printable, tls_error
 from pdserve.cli.help_pages import CommandParser
 from pdserve.errors import ConfigError, RequestError
 from pdserve.http.credentials import API_KEY
@@ -132,8 +133,9 @@ class ChatClient:
 
     def __init__(self, url: str, *, api_key: str | None = None, ca_cert: str | None = None) -> None:
         """Raises ConfigError for an address that is no HTTP URL, and for CA certificates that cannot be read."""
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = without_credentials(url.rstrip("/").removesuffix("/v1"))
         _, self._http = open_session(self.url, ca_cert)
+        self._http.auth = credentials_of(url)
         if api_key is not None:
             self._http.headers["Authorization"] = f"Bearer {api_key}"
 

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import requests
 from urllib3.exceptions import HTTPError
 
-from pdserve.base.hosts import LOOPBACK
+from pdserve.base.hosts import LOOPBACK, without_credentials
 from pdserve.cli.help_pages import CommandParser
 from pdserve.errors import ConfigError, RequestError
 from pdserve.http.credentials import ADMIN_API_KEY, API_KEY
@@ -64,6 +64,12 @@ def open_session(url: str, ca_cert: str | None) -> tuple[str, requests.Session]:
     return host, session
 
 
+def credentials_of(url: str) -> tuple[str, str] | None:
+    """Return the user and the password of a URL, None without them."""
+    found = requests.utils.get_auth_from_url(url)
+    return found if any(found) else None
+
+
 def tls_error(url: str, error: requests.exceptions.SSLError) -> RequestError:
     """Return the error for a connection whose TLS handshake failed; its code is `tls`."""
     return RequestError(f"{url}: no TLS connection: {_innermost(error)}; give --ca-cert", status=503, code=TLS)
@@ -75,9 +81,13 @@ class FleetClient:
     def __init__(
         self, url: str, *, api_key: str | None = None, admin_api_key: str | None = None, ca_cert: str | None = None
     ) -> None:
-        """Raises ConfigError for an address that is no HTTP URL, and for CA certificates that cannot be read."""
-        self.url = url.rstrip("/").removesuffix("/v1")
+        """A user and a password in `url` are sent as Basic authorization, and are in no message.
+
+        Raises ConfigError for an address that is no HTTP URL, and for CA certificates that cannot be read.
+        """
+        self.url = without_credentials(url.rstrip("/").removesuffix("/v1"))
         self.host, self._http = open_session(self.url, ca_cert)
+        self._auth = credentials_of(url)
         self._keys = (api_key, admin_api_key or api_key)
         self._num_timeouts = 0
 
@@ -101,6 +111,7 @@ class FleetClient:
             with self._http.get(
                 self.url + path,
                 headers=headers,
+                auth=self._auth,
                 stream=True,
                 timeout=(CONNECT_TIMEOUT_S, timeout_s),
                 allow_redirects=False,

@@ -139,12 +139,12 @@ def _chat(words: list[str]) -> int:
 
 
 def _bench_compare(words: list[str]) -> int:
-    from pdserve.cli import bench_compare
+    from pdserve.cli.bench_compare import main as compare
 
     if any(word in (*SHORT_HELP, ALL_HELP) for word in words):
-        print(bench_compare.make_parser().format_help().rstrip())
+        print(parser_of("bench compare").format_help().rstrip())
         return 0
-    return bench_compare.main(words)
+    return compare(words)
 
 
 def _bench(words: list[str]) -> int:
@@ -178,11 +178,11 @@ def _support_bundle(words: list[str]) -> int:
 
 
 def _completion(words: list[str]) -> int:
-    from pdserve.cli.completion import SHELLS, script
+    from pdserve.cli.completion import COMPARE, SHELLS, script
 
     if len(words) != 1 or words[0] not in SHELLS:
         raise ConfigError(f"give one of {', '.join(SHELLS)}, not {' '.join(words) or 'nothing'}")
-    parsers = {name: parser_of(name) for name in COMMANDS}
+    parsers = {name: parser_of(name) for name in (*COMMANDS, COMPARE)}
     print(script(words[0], parsers, {name: about for name, (_, about) in COMMANDS.items()}), end="")
     return 0
 
@@ -205,6 +205,7 @@ PARSERS = {
     "router": ("pdserve.router.config.flags", "make_parser"),
     "chat": ("pdserve.cli.chat", "make_parser"),
     "bench": ("pdserve.cli.bench", "make_parser"),
+    "bench compare": ("pdserve.cli.bench_compare", "make_parser"),
     "top": ("pdserve.cli.top", "make_parser"),
     "doctor": ("pdserve.cli.doctor", "make_parser"),
     "support-bundle": ("pdserve.cli.support_bundle", "make_parser"),

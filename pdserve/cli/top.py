@@ -29,7 +29,7 @@ from pdserve.cli.help_pages import CommandParser
 from pdserve.errors import ConfigError, RequestError
 
 INTERVAL_S = 1.0
-MIN_INTERVAL_S = 0.2
+MIN_INTERVAL_S, MAX_INTERVAL_S = 0.2, 3600.0
 KEY_WAIT_S = 0.1
 WIDTH_WITHOUT_TERMINAL = 140
 ROLE_ORDER = ("prefill", "decode", "unified")
@@ -138,8 +138,8 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Show the deployment; return the exit status: 0, 1 when it does not answer, 130 after Ctrl-C."""
     args = make_parser().parse_args(argv)
-    if not args.interval >= MIN_INTERVAL_S:
-        text = f"--interval is {args.interval:g}, but must be at least {MIN_INTERVAL_S} seconds"
+    if not MIN_INTERVAL_S <= args.interval <= MAX_INTERVAL_S:
+        text = f"--interval is {args.interval:g}, but must be in [{MIN_INTERVAL_S}, {MAX_INTERVAL_S:g}] seconds"
         raise ConfigError(text, field="interval")
     view = TopView(sort=SORT_NAMES.index(args.sort), reverse=args.reverse)
     interactive = sys.stdin.isatty() and sys.stdout.isatty() and not args.once

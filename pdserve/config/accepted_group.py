@@ -7,19 +7,30 @@ reason why it changes nothing.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from pdserve.errors import ConfigError
 
 
-def _no_effect(why: str, low: int = 0, high: int = (1 << 31) - 1, *, names: tuple[str, ...] = ()) -> Any:
-    """Declare a flag that changes nothing, because of `why`. A number must be in [`low`, `high`]."""
-    metadata = {"help": f"no effect: {why}", "names": names, "env": None, "secret": False}
+def _no_effect(
+    why: str,
+    low: int = 0,
+    high: int = (1 << 31) - 1,
+    *,
+    names: tuple[str, ...] = (),
+    refused: Mapping[str, str] | None = None,
+) -> Any:
+    """Declare a flag that changes nothing, because of `why`. A number must be in [`low`, `high`].
+
+    `refused`: values of SGLang that would change something, and why they are not supported.
+    """
+    metadata = {"help": f"no effect: {why}", "names": names, "env": None, "secret": False, "refused": refused or {}}
     return dataclasses.field(default=None, metadata=metadata | {"why": why, "range": (low, high)})
 
 
 CHAIN = "drafts are a chain, the continuation of one match"
+STORAGE_RETRY = "a prompt is looked up in the store once, when its request is admitted"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +59,19 @@ class AcceptedConfig:
     enable_request_time_stats_logging: bool | None = _no_effect(
         "--log-requests writes the times of each request, and /generate returns them in meta_info.timing"
     )
+
+    hicache_io_backend: Literal["direct", "kernel", "kernel_ascend"] | None = _no_effect(
+        "a page is copied to and from host memory as one block, on CUDA in a stream of its own"
+    )
+    hicache_mem_layout: (
+        Literal["layer_first", "page_first", "page_first_direct", "page_first_kv_split", "page_head"] | None
+    ) = _no_effect("a slot of host memory always holds all layers of one page in one block")
+    hicache_host_memory_mode: Literal["cache"] | None = _no_effect(
+        "host memory always keeps pages",
+        refused={"buffer_only": "host memory is always a tier that keeps pages, also above a store"},
+    )
+    hicache_storage_prefetch_retry_max_attempts: int | None = _no_effect(STORAGE_RETRY)
+    hicache_storage_prefetch_retry_poll_interval: int | None = _no_effect(STORAGE_RETRY)
 
     speculative_ngram_min_bfs_breadth: int | None = _no_effect(CHAIN, 1)
     speculative_ngram_max_bfs_breadth: int | None = _no_effect(CHAIN, 1)

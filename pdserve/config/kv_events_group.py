@@ -189,12 +189,12 @@ def _is_on(values: dict[str, Any]) -> bool:
 
 
 def _wire_form(value: object) -> WireForm:
-    if value == "default":  # SGLang's name of the maps
+    if value in ("default", "dynamo"):  # SGLang's names: maps, with hashes that depend on adapter and salt (dynamo)
         return "map"
     for form in get_args(WireForm):
         if value == form:
             return form  # type: ignore[no-any-return]
-    raise _wrong("format", f"is {value!r}, but must be 'map' ('default') or 'array'")
+    raise _wrong("format", f"is {value!r}, but must be 'map' ('default', 'dynamo') or 'array'")
 
 
 def _count(name: str, value: object) -> int:

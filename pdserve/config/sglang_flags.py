@@ -67,9 +67,7 @@ flashinfer-autotune-skip-ops flashinfer-mla-disable-ragged flashinfer-mxfp4-moe-
 forward-hooks forward-pass-metrics-ipc-name forward-pass-metrics-worker-id fp4-gemm-backend fp8-gemm-backend
 fuseep-mode gated-launch-port gc-threshold gc-warning-threshold-secs generation-tokens-buckets gpu-id-step
 grpc-http-sidecar-port grpc-mode grpc-port grpc-response-timeout-secs hf-chat-template-name
-hicache-host-memory-fraction hicache-host-memory-mode hicache-io-backend hicache-mem-layout
 
-hicache-storage-prefetch-retry-max-attempts hicache-storage-prefetch-retry-poll-interval
 hierarchical-sparse-attention-extra-config hisparse-config http2-initial-connection-window-size
 http2-max-concurrent-streams hybrid-kvcache-ratio image-processor-backend
 int8-mamba-ckpt-size json-model-override-args keep-mm-feature-on-device kt-cpuinfer

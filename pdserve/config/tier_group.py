@@ -25,6 +25,11 @@ class TierConfig:
     )
     hicache_ratio: float = flag(2.0, help="tokens of host memory for each token of the KV pool")
     hicache_size: float = flag(0.0, help="host memory of each rank, in GB; wins over --hicache-ratio when not 0")
+    hicache_host_memory_fraction: float = flag(
+        1.0,
+        help="largest share of the host's free memory that the tier may take, in (0, 1]; a server whose "
+        "--hicache-ratio or --hicache-size needs more does not start. SGLang lowers the ratio instead",
+    )
     hicache_write_policy: HostWritePolicy = flag(
         "write_through",
         help="when pages are copied to host memory. write_through: when they are computed; write_through_selective: "
@@ -37,6 +42,9 @@ class TierConfig:
             raise ConfigError(f"--hicache-ratio is {self.hicache_ratio}, must be 0 to 1000", field="hicache_ratio")
         if not (math.isfinite(self.hicache_size) and self.hicache_size >= 0):
             raise ConfigError(f"--hicache-size is {self.hicache_size}, must be at least 0", field="hicache_size")
+        if not 0 < self.hicache_host_memory_fraction <= 1:
+            value, field = self.hicache_host_memory_fraction, "hicache_host_memory_fraction"
+            raise ConfigError(f"--hicache-host-memory-fraction is {value}, must be above 0 and at most 1", field=field)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import json
 import logging
 from collections.abc import Callable
 
@@ -35,8 +33,6 @@ OPEN_AT_ONCE = ("file", "memory")
 def storage_namespace(config: ServerConfig, engine: ReplicaEngine) -> KeyNamespace | None:
     """Return the namespace of a replica's stored pages; None without a store, or without a host tier above it.
 
-    Pages of a server with a draft model have the drafter's KV too, so its weights belong to the namespace.
-
     Raises:
         ModelError: the weight files cannot be read.
     """
@@ -44,10 +40,6 @@ def storage_namespace(config: ServerConfig, engine: ReplicaEngine) -> KeyNamespa
     if name is None or not config.wants_host_tier:
         return None
     namespace = key_namespace(config, engine)
-    facts = engine.draft_facts()
-    if facts:
-        drafter = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-        namespace = dataclasses.replace(namespace, weights=f"{namespace.weights}:{drafter}")
     if namespace.weights_are_sampled:
         log.warning("stored pages are told apart by samples of the weights, because these are random")
     return namespace

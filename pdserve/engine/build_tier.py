@@ -44,7 +44,12 @@ def layouts_on_host(config: ServerConfig, built: LoadedEngine) -> list[KVLayout]
 
 
 def check_host_memory(
-    layouts: Sequence[KVLayout], num_slots: Mapping[PageSpace, int], *, by_size: bool, available: int
+    layouts: Sequence[KVLayout],
+    num_slots: Mapping[PageSpace, int],
+    *,
+    by_size: bool,
+    available: int,
+    fraction: float = 1.0,
 ) -> None:
     """Check that a host tier has slots of each space, and that this host has the memory that they will take.
 
@@ -53,10 +58,11 @@ def check_host_memory(
         num_slots: slots of each space.
         by_size: True when `--hicache-size` sets the number of slots, False when `--hicache-ratio` does.
         available: bytes of host memory that are free.
+        fraction: `--hicache-host-memory-fraction`, the share of `available` that the slots may take.
 
     Raises:
-        ConfigError: there is no slot for a page, or the slots take more than `available`. The field is that of the
-            flag.
+        ConfigError: there is no slot for a page, or the slots take more than their share of `available`. The field is
+            that of the flag.
     """
     field = "hicache_size" if by_size else "hicache_ratio"
     if not all(num_slots.values()):
@@ -64,12 +70,13 @@ def check_host_memory(
             f"the host tier would have no slot for a page; raise --{field.replace('_', '-')}", field=field
         )
     needed = sum(count * layout.space_bytes(space) for space, count in num_slots.items() for layout in layouts)
-    if needed > available:
+    if needed > fraction * available:
         of_ranks = f" for {len(layouts)} ranks of this host" if len(layouts) > 1 else ""
         raise ConfigError(
             f"the host tier would take {needed / 1e9:.2f} GB of host memory{of_ranks}, and {available / 1e9:.2f} GB "
-            "are free; "
-            f"lower --{field.replace('_', '-')}" + ("" if by_size else ", or set --hicache-size (GB)"),
+            + ("are free; " if fraction == 1 else f"are free, {fraction:.0%} of it for the tier; ")
+            + f"lower --{field.replace('_', '-')}"
+            + ("" if by_size else ", or set --hicache-size (GB)"),
             field=field,
         )
 
@@ -92,7 +99,13 @@ def make_host_pool(config: ServerConfig, built: LoadedEngine) -> HostPool | None
     num_slots = slots_for(layout, pages, ratio=config.tier.hicache_ratio, num_bytes=num_bytes)
     allocate = pinned if built.device.type == "cuda" else zeros
     own = layout.of_rank(built.coord)
-    check_host_memory(layouts_on_host(config, built), num_slots, by_size=num_bytes > 0, available=available_bytes())
+    check_host_memory(
+        layouts_on_host(config, built),
+        num_slots,
+        by_size=num_bytes > 0,
+        available=available_bytes(),
+        fraction=config.tier.hicache_host_memory_fraction,
+    )
     memory = HostMemory(own, num_slots, allocate)
     built.executor.open_host_tier(memory)
     log.info("host tier: %d tokens, %.2f GB", layout.tokens_in(num_slots[PageSpace.TOKENS]), memory.num_bytes / 1e9)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import json
 import logging
 
 from pdserve.config import ServerConfig
@@ -95,10 +97,11 @@ def open_load_events(config: ServerConfig, dp_rank: int, stack: contextlib.ExitS
 
 
 def key_namespace(config: ServerConfig, engine: ReplicaEngine) -> KeyNamespace:
-    """Return the namespace of the page keys of a replica.
+    """Return the namespace of the page keys of a replica, for KV events and for the store.
 
     `weights` has the fingerprint of the loaded weights, which tells of quantization too, and the digest of all weight
-    files. Random weights have no files.
+    files. Random weights have no files. Pages of a server with a draft model have the drafter's KV too, so a digest of
+    `draft_facts` comes behind these.
 
     Raises:
         ModelError: the weight files cannot be read.
@@ -109,9 +112,12 @@ def key_namespace(config: ServerConfig, engine: ReplicaEngine) -> KeyNamespace:
         digest = weights_digest(resolve_model_path(config.model.model_path))
     if digest:
         weights.append(digest)
+    facts = engine.draft_facts()
+    if facts:
+        weights.append(hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest())
     return KeyNamespace(
         weights=":".join(weights),
-        weights_are_sampled=len(weights) == 1,
+        weights_are_sampled=not digest,
         layout=built.layout.fingerprint(),
         dtype=str(built.dtype),
         page_tokens=built.layout.page_tokens,

@@ -88,8 +88,8 @@ class _Loading:
             received = self.loader.groups.receive(command.group, command.sent)
             return {name: TensorInMemory(tensor) for name, tensor in received.items()}
         found: dict[str, TensorSource] = {}
-        for path in command.files:
-            tensors = tensors_in(path)
+        for path, given_name in zip(command.files, command.names, strict=True):
+            tensors = tensors_in(path, given_name)
             twice = found.keys() & tensors.keys()
             if twice:
                 raise ModelError(f"the tensor {min(twice)} is given twice")
@@ -145,6 +145,11 @@ class LeaderWeights:
         """See `RankWeights.begin`."""
         self._query_id, self._outcome, self._is_wanted, self._others = command.query_id, None, True, ()
         self._loading.begin(command)
+
+    def refuse(self, query_id: str, why: str) -> None:
+        """See `RankWeights.refuse`."""
+        if self._engine.dp_sync is not None:
+            self._engine.dp_sync.refuse_load(query_id, why)
 
     def end_wait(self) -> None:
         """See `RankWeights.end_wait`."""
@@ -294,6 +299,9 @@ class FollowerWeights:
                 self._report(WeightsLoaded(number=number, samples=found.samples, draft_samples=found.draft_samples))
 
         self._loading.begin(command, ended)
+
+    def refuse(self, query_id: str, why: str) -> None:
+        """See `RankWeights.refuse`. Rank 0 tells them."""
 
     def end_wait(self) -> None:
         """See `RankWeights.end_wait`. Rank 0 waits."""

@@ -58,6 +58,11 @@ class WeightsSource:
     """Reads tensors of a part of the weights; all others stay as they are in use. None: all come from the checkpoint.
     """
 
+    @property
+    def name(self) -> str:
+        """What errors call the weights."""
+        return self.path if self.read_tensors is None else "the model with the tensors"
+
 
 @dataclasses.dataclass(frozen=True)
 class PreparedWeights:
@@ -165,8 +170,7 @@ class WeightsLoader:
         except PdserveError as error:
             future.set_exception(error)
         except (MemoryError, RuntimeError, OSError, ValueError) as error:
-            what = source.path if source.read_tensors is None else "the tensors"
-            future.set_exception(ModelError(f"{what} cannot be loaded: {type(error).__name__}: {error}"))
+            future.set_exception(ModelError(f"{source.name} cannot be loaded: {type(error).__name__}: {error}"))
         except BaseException as error:
             future.set_exception(error)
 
@@ -192,7 +196,7 @@ class WeightsLoader:
         loaded, draft_model = add_drafter(wanted, load(wanted))
         if (loaded.layout, loaded.arithmetic) != (self._loaded.layout, self._loaded.arithmetic):
             raise ModelError(
-                f"{source.path} runs as {loaded.arithmetic}, this server as {self._loaded.arithmetic}: weights of "
+                f"{source.name} runs as {loaded.arithmetic}, this server as {self._loaded.arithmetic}: weights of "
                 "another number format or KV layout cannot replace those in use"
             )
         parts = self._bind(wanted, loaded, draft_model)
@@ -209,10 +213,10 @@ class WeightsLoader:
         has_keys = config.storage.hicache_storage_backend is not None or config.kv_events is not None
         if not has_keys or self._wanted.parallel.coord.rank:
             return ""
-        if overlay:
-            before = self.digest if source.read_tensors is not None else f"{source.load_format}:{path}"
-            return digest_of_tensors(before, overlay)
-        return "" if source.load_format == "dummy" else weights_digest(path)
+        before = self.digest if source.read_tensors is not None else ""
+        if not before and source.load_format != "dummy":
+            before = weights_digest(path)
+        return digest_of_tensors(before, overlay) if overlay else before
 
     def _check_partial(self) -> None:
         """Raise ModelError where single tensors of the model in use cannot be replaced."""

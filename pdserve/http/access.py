@@ -218,7 +218,9 @@ NO_STORE = ("Cache-Control", "no-store")
 """Header of responses with the data of one client: proxies must not store them."""
 PREFLIGHT_S = 600
 """Seconds for which a browser remembers the answer to a CORS preflight request."""
-EXPOSED_HEADERS = ("X-Request-Id",)
+WEIGHT_VERSION_HEADER = "X-Weight-Version"
+"""Name of the version of the weights that computed a response, percent-encoded where it is not printable ASCII."""
+EXPOSED_HEADERS = ("X-Request-Id", WEIGHT_VERSION_HEADER)
 """Headers of responses that pages of allowed origins can read."""
 
 

@@ -15,6 +15,8 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+import orjson
+
 from pdserve.errors import PdserveError, RequestError
 from pdserve.http.errors import HttpRefusal
 from pdserve.http.response_events import RunningResponse
@@ -51,11 +53,15 @@ class BackgroundResponses:
         """Add the response of `body` to the store, queued; call `start` for it at once.
 
         Raises:
-            RequestError: 400 naming `background`: it is not stored; 503: see `ResponseStore.run`.
+            RequestError: 400 naming `background`: it is not stored; 400: the body is nested too deeply; 503: see
+                `ResponseStore.run`.
         """
         if recording is None:
             raise not_stored()
-        running = recording.running(body)
+        try:
+            running = recording.running(body)
+        except orjson.JSONEncodeError as error:
+            raise RequestError(f"the body is nested too deeply: {error}", code="invalid_request") from error
         self._store.run(running)
         return running
 
@@ -66,9 +72,9 @@ class BackgroundResponses:
 
         def ended(_: asyncio.Task[None]) -> None:
             del self._tasks[running.id]
-            running.fail("the server shut down before the response had ended", 503)  # only if the task was cancelled
-            self._store.settle(running)
-            held.close()
+            with held:
+                running.fail("the server shut down before the response had ended", 503)  # if the task was cancelled
+                self._store.settle(running)
 
         task.add_done_callback(ended)
 

@@ -33,8 +33,8 @@ ANTHROPIC_PATHS = frozenset({MESSAGES_PATH, COUNT_TOKENS_PATH})
 OLLAMA_PATHS = frozenset(
     {OLLAMA_CHAT_PATH, OLLAMA_GENERATE_PATH, OLLAMA_PS_PATH, OLLAMA_SHOW_PATH, OLLAMA_TAGS_PATH, OLLAMA_VERSION_PATH}
 )
-CONVERTED_PATHS = ANTHROPIC_PATHS | OLLAMA_PATHS
-"""Paths whose errors have another form than OpenAI's."""
+_BELOW_MESSAGES = f"{MESSAGES_PATH}/"
+"""Begin of the paths of Anthropic's API, also of those that are not served, such as `/v1/messages/batches`."""
 ANTHROPIC_REQUEST_ID = "request-id"
 """Header in which Anthropic's clients look for the request id."""
 _ANTHROPIC_TYPES = {
@@ -46,6 +46,11 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+
+
+def is_converted(path: str) -> bool:
+    """Whether the errors at `path` have another form than OpenAI's."""
+    return path in ANTHROPIC_PATHS or path in OLLAMA_PATHS or path.startswith(_BELOW_MESSAGES)
 
 
 def anthropic_type(status: int) -> str:
@@ -84,7 +89,7 @@ def converted_error(path: str, data: bytes, request_id: str | None) -> bytes:
 
     A body that is in this form already, or that is no error object in OpenAI's form, is returned unchanged.
     """
-    if path not in CONVERTED_PATHS:
+    if not is_converted(path):
         return data
     try:
         error = orjson.loads(data)

@@ -1,6 +1,6 @@
 """A response of `/v1/responses` that runs in the background: its object so far, and its events for readers.
 
-    worker's events ──> RunningResponse.take ── renumbered, with the response's own id ──> EventLog ──> any readers
+    worker's events ──> RunningResponse.feed ── renumbered, with the response's own id ──> EventLog ──> any readers
                                              └─ the object, which `GET /v1/responses/ID` returns at any time
 
 The server or router that made it reads the worker's stream, so the response goes on without its client. Event loop
@@ -95,6 +95,9 @@ class RunningResponse:
     """A response in the background. `items`: JSON of the conversation before its output.
 
     `events` None: its request did not set `stream`, so no events are kept.
+
+    Raises:
+        orjson.JSONEncodeError: `body` is nested too deeply.
     """
 
     def __init__(self, owner: str, items: bytes, body: Mapping[str, Any]) -> None:
@@ -105,6 +108,7 @@ class RunningResponse:
         self.events = EventLog() if body.get("stream") is True else None
         self.counted_bytes = 0
         """Of `num_bytes`, what the store has counted."""
+        self._body_bytes = len(orjson.dumps(body))
         self._number = 0
         self._rest = bytearray()
         for kind in ("response.created", "response.queued"):
@@ -112,8 +116,9 @@ class RunningResponse:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the conversation and the events."""
-        return len(self.items) + len(self._rest) + (0 if self.events is None else self.events.num_bytes)
+        """Memory of the body, which the task sends, of the conversation and the events."""
+        num_events = 0 if self.events is None else self.events.num_bytes
+        return self._body_bytes + len(self.items) + len(self._rest) + num_events
 
     @property
     def ended(self) -> bool:
@@ -121,7 +126,9 @@ class RunningResponse:
         return self.response["status"] in ENDED_STATUSES
 
     def feed(self, piece: bytes) -> None:
-        """Take the next bytes of the worker's stream, which end anywhere."""
+        """Take the next bytes of the worker's stream, which end anywhere. Bytes behind its end are dropped."""
+        if self.ended:
+            return
         start = max(0, len(self._rest) - 1)
         self._rest += piece
         while (end := self._rest.find(GAP, start)) >= 0:

@@ -203,7 +203,7 @@ class ResponseStore:
         if found.events is None:
             message = "stream: only responses that were made with background and stream can be streamed again"
             raise RequestError(message, field="stream", code="unsupported")
-        if after != "-1" and not (after.isascii() and after.isdigit() and int(after[:10]) <= MAX_EVENT_NUMBER):
+        if after != "-1" and not (_is_number(after) and int(after) <= MAX_EVENT_NUMBER):
             raise RequestError(f"starting_after must be the number of an event, got {after!r}", field="starting_after")
         return found.events.read(int(after))
 
@@ -248,7 +248,7 @@ class ResponseStore:
         order, limit = query.get("order", "desc"), query.get("limit", str(DEFAULT_ITEMS))
         if order not in ("asc", "desc"):
             raise RequestError(f"order must be asc or desc, got {order!r}", field="order")
-        if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MAX_ITEMS):
+        if not (_is_number(limit) and 1 <= int(limit) <= MAX_ITEMS):
             raise RequestError(f"limit must be 1 to {MAX_ITEMS}, got {limit!r}", field="limit")
         found = items if order == "asc" else items[::-1]
         if (after := query.get("after")) is not None:
@@ -302,6 +302,11 @@ class Recording:
     def running(self, body: Mapping[str, Any]) -> RunningResponse:
         """Return the response of `body` that runs in the background, not yet in the store."""
         return RunningResponse(self.owner, orjson.dumps(self.items), body)
+
+
+def _is_number(text: str) -> bool:
+    """Whether a parameter of a query is a whole number of at most 10 digits."""
+    return len(text) <= 10 and text.isascii() and text.isdigit()
 
 
 def _items(given: Any) -> list[Any]:

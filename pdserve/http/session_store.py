@@ -64,13 +64,17 @@ class SessionFields(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclasses.dataclass(eq=False)
 class SessionNode:
-    """One request of a session: its prompt, and its output once it has ended (None before). `parent` None: a root."""
+    """One request of a session: its prompt, and its output once it has ended (None before). `parent` None: a root.
+
+    `name`: unlike `rid`, which a client chooses, no other request has it.
+    """
 
     rid: str
     prompt: array[int]
     parent: SessionNode | None
     output: array[int] | None = None
     children: list[SessionNode] = dataclasses.field(default_factory=list)
+    name: str = dataclasses.field(default_factory=lambda: secrets.token_hex(16))
 
     @property
     def num_tokens(self) -> int:
@@ -84,18 +88,27 @@ class SessionNode:
             yield from child.tree()
 
 
-class OpenSession:
-    """One open session. `owner`: the API key that opened it, or empty. `abort`: ends a running request by its id."""
+Abort = Callable[[SessionNode], object]
+"""Ends a running request that another one replaces."""
 
-    def __init__(self, body: OpenSessionBody, owner: str, abort: Callable[[str], object]) -> None:
+
+class OpenSession:
+    """One open session. `owner`: the API key that opened it, or empty. `abort`: ends a running request.
+
+    `now`: monotonic seconds.
+    """
+
+    def __init__(self, body: OpenSessionBody, owner: str, abort: Abort, now: Callable[[], float]) -> None:
         self.id = body.session_id or secrets.token_hex(16)
         self.owner = owner
         self.most_chars = required(body.capacity_of_str_len, "capacity_of_str_len")
         self.idle_s = body.timeout or IDLE_S
-        self.used_s = 0.0
+        self.used_s = now()
+        """Time of the last begin or end of a request."""
         self.num_tokens = 0
         """Token ids that are kept."""
         self._abort = abort
+        self._now = now
         self._nodes: dict[str, SessionNode] = {}
 
     @property
@@ -151,15 +164,18 @@ class OpenSession:
         for each in list(replaced):
             self._remove(each)
         if parent is not None and parent.output is None:  # only with `replace`
-            self._abort(parent.rid)
+            self._abort(parent)
         self._nodes[node.rid] = node
         self.num_tokens += node.num_tokens
         if parent is not None:
             parent.children.append(node)
 
     def drop(self, node: SessionNode) -> None:
-        """Forget a request that has failed; nothing follows it."""
-        if self._nodes.get(node.rid) is node:
+        """Forget a request that has failed. One that was replaced by a request that follows it stays without output."""
+        self.used_s = self._now()
+        if node.children:
+            node.output = array("i")
+        elif self._nodes.get(node.rid) is node:
             self._remove(node)
 
     def _turn(
@@ -176,17 +192,19 @@ class OpenSession:
         if node.parent is not None and node in node.parent.children:
             node.parent.children.remove(node)
         for each in node.tree():
-            if self._nodes.pop(each.rid, None) is None:
+            if self._nodes.get(each.rid) is not each:  # removed before
                 continue
+            del self._nodes[each.rid]
             self.num_tokens -= each.num_tokens
             if each.output is None:
-                self._abort(each.rid)
+                self._abort(each)
 
     def ended(self, node: SessionNode, token_ids: Sequence[int]) -> None:
         """Record the whole output of a request, once."""
         if node.output is not None:
             return
         node.output = array("i", token_ids)
+        self.used_s = self._now()
         if self._nodes.get(node.rid) is node:
             self.num_tokens += len(node.output)
 
@@ -218,12 +236,12 @@ class SessionTurn:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Enter the request into the session; it is dropped again if the block fails."""
+        """Enter the request into the session; it is dropped again if the block fails before the output has ended."""
         self.session.enter(self.node, self.replaced)
         try:
             yield
         except BaseException:
-            self.session.drop(self.node)
+            self.left()
             raise
 
     def ended(self, token_ids: Sequence[int]) -> None:
@@ -259,7 +277,7 @@ class OpenSessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def open(self, body: OpenSessionBody, owner: str, abort: Callable[[str], object]) -> str:
+    def open(self, body: OpenSessionBody, owner: str, abort: Abort) -> str:
         """Open a session and return its id.
 
         Raises:
@@ -273,8 +291,7 @@ class OpenSessions:
             raise RequestError(message, field="session_id", code="session_exists")
         if len(self._sessions) >= MAX_SESSIONS:
             raise _full(f"{MAX_SESSIONS} sessions are open")
-        session = OpenSession(body, owner, abort)
-        session.used_s = self._now()
+        session = OpenSession(body, owner, abort, self._now)
         self._sessions[session.id] = session
         return session.id
 

@@ -11,21 +11,22 @@ from typing import Any
 
 import numpy as np
 
-from pdserve.errors import RequestError
+from pdserve.errors import PdserveError, RequestError
 from pdserve.llm.outputs import (
+    BatchError,
     EmbeddingOutput,
     EmbeddingRequestOutput,
     InvalidRequestError,
     ScoringOutput,
     ScoringRequestOutput,
 )
-from pdserve.llm.prepare import Adapter, Preparer, Prompt, ReadyPrompt, adapters_of, as_prompts
+from pdserve.llm.prepare import Adapter, GivenPrompt, Preparer, Prompt, ReadyPrompt, adapters_of, as_prompts
 from pdserve.llm.progress import UseTqdm, run_jobs
 from pdserve.llm.runner import Job, OfflineRunner
 from pdserve.llm.servers import Servers
 from pdserve.protocol.hidden_states import Pooling
 from pdserve.server.generation import GenerationUpdate
-from pdserve.server.pooling_api.pooling import Vector, check_computed, pool, pooled_request
+from pdserve.server.pooling_api.pooling import check_computed, pool, pooled_request
 from pdserve.server.pooling_api.scoring import label_request, reranker_prompts, softmax
 
 
@@ -84,7 +85,11 @@ class EmbeddingCalls:
             EngineDeadError: the LLM was shut down, or a server died before the call.
         """
         given, params = as_prompts(prompts), PoolingParams.of(pooling_params)
-        adapters = adapters_of(lora_path, len(given))
+        return self._embed(given, params, use_tqdm, adapters_of(lora_path, len(given)))
+
+    def _embed(
+        self, given: Sequence[GivenPrompt], params: PoolingParams, use_tqdm: UseTqdm, adapters: Sequence[Adapter]
+    ) -> list[EmbeddingRequestOutput]:
         self._check_alive()
         pooling = self._pooling
         if pooling is None:
@@ -128,7 +133,7 @@ class EmbeddingCalls:
 
         Raises:
             InvalidRequestError: an argument is invalid, or the model gives no such scores.
-            BatchError: requests failed; raised after all requests have ended.
+            BatchError: requests failed; raised after all requests have ended, with the other scores.
             EngineDeadError: the LLM was shut down, or a server died before the call.
         """
         first, second = _texts(data_1, "data_1"), _texts(data_2, "data_2")
@@ -142,21 +147,35 @@ class EmbeddingCalls:
         if instruct is not None:
             message = "instruct is for rerankers; put it into the text of an embedding model"
             raise InvalidRequestError(message, field="instruct")
-        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-        outputs = self.embed(texts, pooling_params={"normalize": True}, use_tqdm=use_tqdm, lora_path=lora_path)
-        found = dict(zip(texts, outputs, strict=True))
-        vectors: dict[str, Vector] = {
-            text: np.array(output.outputs.embedding, dtype=np.float32) for text, output in found.items()
-        }
-        return [
-            ScoringRequestOutput(
-                request_id=f"{found[a].request_id}-{found[b].request_id}",
-                prompt_token_ids=[*found[a].prompt_token_ids, *found[b].prompt_token_ids],
-                outputs=ScoringOutput(float(vectors[a] @ vectors[b])),
-                num_cached_tokens=found[a].num_cached_tokens + found[b].num_cached_tokens,
-            )
-            for a, b in pairs
-        ]
+        places: dict[str, str] = {}
+        for text, where in (*_places(data_1, "data_1"), *_places(data_2, "data_2")):
+            places.setdefault(text, where)
+        return self._cosines(pairs, places, use_tqdm, lora_path)
+
+    def _cosines(
+        self, pairs: Sequence[tuple[str, str]], places: Mapping[str, str], use_tqdm: UseTqdm, lora_path: Adapter
+    ) -> list[ScoringRequestOutput]:
+        """Return the cosine of each pair of texts. `places` has each text once, with its name in error messages."""
+        given = [GivenPrompt(where, text) for text, where in places.items()]
+        outputs: Sequence[EmbeddingRequestOutput | None]
+        failed: Mapping[int, PdserveError] = {}
+        try:
+            outputs = self._embed(given, PoolingParams(normalize=True), use_tqdm, adapters_of(lora_path, len(given)))
+        except BatchError as error:
+            outputs, failed = error.outputs, error.errors
+        numbers = {text: number for number, text in enumerate(places)}
+        scores: list[ScoringRequestOutput | None] = []
+        errors: dict[int, PdserveError] = {}
+        for index, (first, second) in enumerate(pairs):
+            one, other = outputs[numbers[first]], outputs[numbers[second]]
+            if one is None or other is None:
+                errors[index] = failed[numbers[first if one is None else second]]
+                scores.append(None)
+            else:
+                scores.append(_cosine(one, other))
+        if errors:
+            raise BatchError(scores, errors)
+        return [score for score in scores if score is not None]
 
     @property
     def _pooling(self) -> Pooling | None:
@@ -193,6 +212,22 @@ def _texts(given: Any, field: str) -> list[str]:
     if not isinstance(texts, Sequence) or not texts or not all(isinstance(text, str) and text for text in texts):
         raise InvalidRequestError(f"{field} must be a text, or a list of texts, none of them empty", field=field)
     return list(texts)
+
+
+def _places(given: str | Sequence[str], field: str) -> list[tuple[str, str]]:
+    """Return each text of an argument with its name in error messages."""
+    return [(given, field)] if isinstance(given, str) else [(text, f"{field}[{i}]") for i, text in enumerate(given)]
+
+
+def _cosine(one: EmbeddingRequestOutput, other: EmbeddingRequestOutput) -> ScoringRequestOutput:
+    """Return the score of two texts from their vectors, whose length is 1."""
+    first, second = (np.array(output.outputs.embedding, dtype=np.float32) for output in (one, other))
+    return ScoringRequestOutput(
+        request_id=f"{one.request_id}-{other.request_id}",
+        prompt_token_ids=[*one.prompt_token_ids, *other.prompt_token_ids],
+        outputs=ScoringOutput(float(first @ second)),
+        num_cached_tokens=one.num_cached_tokens + other.num_cached_tokens,
+    )
 
 
 def _wrong(message: str) -> InvalidRequestError:

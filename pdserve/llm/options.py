@@ -191,7 +191,7 @@ def _flat(given: Mapping[str, Given]) -> Iterator[tuple[str, Value]]:
         if name == SPECULATION and isinstance(value, Mapping):
             yield from _speculation(value)
         elif name == RUNNER:
-            if value not in RUNNERS:
+            if not isinstance(value, str) or value not in RUNNERS:
                 raise ConfigError(f"{RUNNER} must be one of {', '.join(RUNNERS)}, got {value!r}", field=RUNNER)
             yield "is_embedding", RUNNERS[str(value)]
         elif name == ADAPTERS and isinstance(value, Mapping | list | tuple):

@@ -202,7 +202,7 @@ class Preparer:
         """Tokenize and validate prompts.
 
         Raises:
-            InvalidRequestError: naming `prompts`.
+            InvalidRequestError: naming the argument, which is the beginning of the prompt's `where`.
         """
         ready = []
         for position, prompt in enumerate(given):
@@ -215,15 +215,15 @@ class Preparer:
         return ready
 
     async def _prompt(self, given: GivenPrompt) -> ReadyPrompt:
-        context = self.context
+        context, field = self.context, given.where.partition("[")[0]
         if isinstance(given.content, str):
-            tokenizer = context.require_tokenizer("prompts")
-            text, input_ids = given.content, await tokenizer.encode(given.content, field="prompts")
+            tokenizer = context.require_tokenizer(field)
+            text, input_ids = given.content, await tokenizer.encode(given.content, field=field)
         else:
             text, input_ids = None, given.content
         if not input_ids:
-            raise RequestError("prompts must not be empty", field="prompts")
-        check_token_ids(input_ids, context.limits().vocab_size, "prompts")
+            raise RequestError(f"{field} must not be empty", field=field)
+        check_token_ids(input_ids, context.limits().vocab_size, field)
         return ReadyPrompt(given.where, text, input_ids, salt=given.salt)
 
     async def conversations(

@@ -3,8 +3,8 @@
     digest of a page = SHA-256(digest of the page before, or of the namespace || token ids of the page as uint32, LE)
 
 The chain is SGLang's. Two servers give a page the same key only if they would compute the same KV for it: same weights,
-architecture, page layout, dtype, page size and LoRA adapter. Prompts of different cache salts have different keys, too.
-Keys are computed where they are needed, such as for KV events; the prefix cache itself compares tokens.
+architecture, drafter, page layout, dtype, page size and LoRA adapter. Prompts of different cache salts have different
+keys, too. Keys are computed where they are needed, such as for KV events; the prefix cache itself compares tokens.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ KEY_VERSION = 2
 class KeyNamespace:
     """Everything besides tokens that the KV of a page depends on.
 
-    `weights`: fingerprint of the weights. `weights_are_sampled`: it covers only a sample of the values, so weights that
-    differ elsewhere have the same one. `layout`: `KVLayout.fingerprint`. `page_tokens`: tokens of a page. `model`:
-    `ModelSpec.digest`: two configurations of one set of weights, such as with and without YaRN, compute different KV.
+    `weights`: fingerprint of the weights, and of the drafter's. `weights_are_sampled`: it covers only a sample of the
+    values, so weights that differ elsewhere have the same one. `layout`: `KVLayout.fingerprint`. `page_tokens`: tokens
+    of a page. `model`: `ModelSpec.digest`: two configurations of one set of weights, such as with and without YaRN,
+    compute different KV.
     """
 
     weights: str

@@ -27,10 +27,13 @@ _EXTRA = "__metadata__"
 
 @dataclasses.dataclass(frozen=True)
 class FileTensor:
-    """Implements `TensorSource` for a tensor in an open file, `num_bytes` from `start` on."""
+    """Implements `TensorSource` for a tensor in an open file, `num_bytes` from `start` on.
+
+    `file`: what errors call the file.
+    """
 
     name: str
-    path: str
+    file: str
     descriptor: _Descriptor
     start: int
     num_bytes: int
@@ -48,9 +51,9 @@ class FileTensor:
             try:
                 count = os.preadv(self.descriptor.number, [view], at)
             except OSError as error:
-                raise ModelError(f"{self.path} cannot be read: {error}") from error
+                raise ModelError(f"{self.file} cannot be read: {error.strerror}") from error
             if count == 0:
-                raise ModelError(f"{self.path} is cut short within the tensor {self.name}")
+                raise ModelError(f"{self.file} is cut short within the tensor {self.name}")
             view, at = view[count:], at + count
         if not data:
             return torch.empty(shape, dtype=self.dtype)
@@ -68,8 +71,8 @@ class _Descriptor:
         os.close(self.number)
 
 
-def tensors_in(path: str) -> Mapping[str, FileTensor]:
-    """Return the tensors of a safetensors file of this process's user, by name.
+def tensors_in(path: str, file: str) -> Mapping[str, FileTensor]:
+    """Return the tensors of a safetensors file of this process's user, by name. `file`: what errors call it.
 
     Raises:
         ModelError: the file is missing, another user's, no regular file, or damaged; a tensor is not of floats.
@@ -78,40 +81,42 @@ def tensors_in(path: str) -> Mapping[str, FileTensor]:
         descriptor = _Descriptor(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC))
         facts = os.fstat(descriptor.number)
         if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid():
-            raise ModelError(f"{path} is not a regular file of this server's user")
-        length = _header_bytes(path, descriptor.number, facts.st_size)
+            raise ModelError(f"{file} is not a regular file of this server's user")
+        length = _header_bytes(file, descriptor.number, facts.st_size)
         header = json.loads(os.pread(descriptor.number, length, 8))
         assert isinstance(header, dict)
         found = {
-            name: _tensor(path, name, fields, descriptor, 8 + length, facts.st_size)
+            name: _tensor(file, name, fields, descriptor, 8 + length, facts.st_size)
             for name, fields in header.items()
             if name != _EXTRA
         }
-    except (OSError, ValueError, TypeError, KeyError, AssertionError, RecursionError) as error:
-        raise ModelError(f"{path} is not a readable safetensors file: {type(error).__name__}: {error}") from error
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, AssertionError, RecursionError) as error:
+        raise ModelError(f"{file} is not a readable safetensors file: {type(error).__name__}: {error}") from error
     if not found:
-        raise ModelError(f"{path} has no tensors")
+        raise ModelError(f"{file} has no tensors")
     return found
 
 
-def _header_bytes(path: str, descriptor: int, size: int) -> int:
+def _header_bytes(file: str, descriptor: int, size: int) -> int:
     """Return the length of the JSON header."""
     start = os.pread(descriptor, 8, 0)
     length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
     if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
-        raise ModelError(f"{path} is not a safetensors file, or is cut short: its header would not fit")
+        raise ModelError(f"{file} is not a safetensors file, or is cut short: its header would not fit")
     return int(length)
 
 
-def _tensor(path: str, name: str, fields: Any, descriptor: _Descriptor, start: int, size: int) -> FileTensor:
+def _tensor(file: str, name: str, fields: Any, descriptor: _Descriptor, start: int, size: int) -> FileTensor:
     """Check one entry of the header."""
     kind = fields["dtype"]
     if kind not in _DTYPES:
-        raise ModelError(f"{path}: the tensor {name} is {kind}; supported: {', '.join(_DTYPES)}")
+        raise ModelError(f"{file}: the tensor {name} is {kind}; supported: {', '.join(_DTYPES)}")
     shape = tuple(fields["shape"])
     begin, end = fields["data_offsets"]
     if not all(isinstance(each, int) and each >= 0 for each in (*shape, begin, end)):
-        raise ModelError(f"{path}: shape and offsets of the tensor {name} must be counts")
+        raise ModelError(f"{file}: shape and offsets of the tensor {name} must be counts")
     if end - begin != math.prod(shape) * _DTYPES[kind].itemsize or start + end > size:
-        raise ModelError(f"{path}: the tensor {name} has other bytes than its shape, or is cut short")
-    return FileTensor(name, path, descriptor, start + begin, end - begin, _DTYPES[kind], shape)
+        raise ModelError(f"{file}: the tensor {name} has other bytes than its shape, or is cut short")
+    return FileTensor(name, file, descriptor, start + begin, end - begin, _DTYPES[kind], shape)

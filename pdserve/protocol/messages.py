@@ -486,7 +486,9 @@ class CommandReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     payload: bytes = b""
     """Of `MigrateOut` and `SendPrefix`: see there. Empty for other commands."""
     failure: Failure | None = None
-    """Of a refused migration: why."""
+    """Of a refused migration, or of weights that cannot be used: why."""
+    is_final: bool = False
+    """Of a command to all replicas that has failed here: it has failed, whatever the others reply."""
 
 
 ToApi = OutputBatch | StateReply | CommandReply | ExtractReply | KVPart | EngineReady | SchedulerHeartbeat

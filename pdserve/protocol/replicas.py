@@ -4,8 +4,9 @@ A request is sent to the replica with the fewest live requests. On a prefill ser
 dp_size), to which decode connects. If that replica holds over `REDIRECT_TOKENS` more prompt tokens than the least
 loaded one, the latter gets the request. The named replica then receives a `RedirectReceiver` and redirects decode. A
 request for a live room is sent to that room's replica, which refuses it. Queries are sent to all replicas and answered
-when all have replied. A command to move a request is sent to the replica that has it. The stages of a migration from
-another server, and the request itself, are sent to one replica, whose prefix cache then has the stages.
+when all have replied, or one with `CommandReply.is_final`. A command to move a request is sent to the replica that has
+it. The stages of a migration from another server, and the request itself, are sent to one replica, whose prefix cache
+then has the stages.
 """
 
 from __future__ import annotations
@@ -82,6 +83,8 @@ class ReplicatedChannel:
         """Replicas of migrations to here, by `migration_id`; a migration ends with the request itself."""
         self._ready: dict[int, EngineReady] = {}
         self._answers: dict[str, dict[int, Answer]] = {}
+        self._answered: set[str] = set()
+        """Those in `_answers` that have failed, and were answered before all replicas have replied."""
         self._single: dict[str, None] = {}
         """Queries that one replica alone answers: it has the request."""
         self._arrived: asyncio.Queue[ToApi | ProtocolError | EngineDeadError] = asyncio.Queue()
@@ -225,22 +228,35 @@ class ReplicatedChannel:
             return answer
         answers = self._answers.setdefault(answer.query_id, {})
         answers[index] = answer
-        if len(answers) < len(self._channels):
+        was_answered = answer.query_id in self._answered
+        if len(answers) == len(self._channels):
+            self._forget(answer.query_id)
+        else:
+            is_final = isinstance(answer, CommandReply) and answer.is_final
+            if is_final:
+                self._answered.add(answer.query_id)
             while len(self._answers) > MAX_OPEN_QUERIES:
-                del self._answers[next(iter(self._answers))]
+                self._forget(next(iter(self._answers)))
+            if not is_final:
+                return None
+        if was_answered:
             return None
-        del self._answers[answer.query_id]
-        ordered = [answers[replica] for replica in range(len(self._channels))]
-        states = [one.state for one in ordered if isinstance(one, StateReply)]
+        ordered = sorted(answers.items())
+        states = [one.state for _, one in ordered if isinstance(one, StateReply)]
         if states:
             return StateReply(query_id=answer.query_id, state=merge_states(states))
-        flushed = [one for one in ordered if isinstance(one, CommandReply)]
+        replies = [(replica, one) for replica, one in ordered if isinstance(one, CommandReply)]
         return CommandReply(
             query_id=answer.query_id,
-            ok=all(one.ok for one in flushed),
-            message="; ".join(f"replica {number}: {one.message}" for number, one in enumerate(flushed)),
-            payload=flushed[0].payload,
+            ok=all(one.ok for _, one in replies),
+            message="; ".join(f"replica {replica}: {one.message}" for replica, one in replies),
+            payload=replies[0][1].payload,
+            is_final=any(one.is_final for _, one in replies),
         )
+
+    def _forget(self, query_id: str) -> None:
+        del self._answers[query_id]
+        self._answered.discard(query_id)
 
 
 def is_probe(request: GenerateRequest) -> bool:

@@ -37,12 +37,13 @@ class SentTensor(msgspec.Struct, frozen=True):
 class PrepareTensors(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Begins to load weights with some new tensors; the others are those in use. Replies as `PrepareWeights`.
 
-    `files`: safetensors files on the engine's host that have the new tensors. `sent`: tensors that the group `group`
-    sends in this order, instead of files.
+    `files`: safetensors files on the engine's host that have the new tensors; `names`: what errors call each of them,
+    such as "entry 0". `sent`: tensors that the group `group` sends in this order, instead of files.
     """
 
     query_id: str
     files: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
     group: str = ""
     sent: tuple[SentTensor, ...] = ()
 

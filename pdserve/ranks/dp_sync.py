@@ -8,6 +8,7 @@ round announce it, to all, and idle replicas send nothing. Every rank 0 enters e
 have entered waits for nothing else, so one replica can always proceed.
 
     other weights    each rank 0 has loaded ── WeightsReport ──> all know whether all have, and all ranks' samples
+                     a rank 0 does not begin ── LoadRefused ──> no other one waits for its report
                      nothing runs at a rank 0 ── SwapReady ──> all have sent it: all swap behind the same round
 
 A rank 0 that has sent `SwapReady` starts no round until all have swapped. So no round is computed with both weights.
@@ -66,13 +67,22 @@ class WeightsReport(msgspec.Struct, frozen=True, tag="WeightsReport"):
     samples: tuple[dict[str, dict[int, float]], ...] = ()
 
 
+class LoadRefused(msgspec.Struct, frozen=True, tag="LoadRefused"):
+    """The replica does not begin the command `query_id`, such as because it loads still; `why` for people."""
+
+    query_id: str
+    why: str
+
+
 class SwapReady(msgspec.Struct, frozen=True, tag="SwapReady"):
     """Nothing runs at the sender, which carries out the command `query_id` once all replicas have sent this."""
 
     query_id: str
 
 
-LeaderMessage = LoadAgreed | RoundEntered | RoundLeft | WeightsReport | SwapReady | RankFailed | Alive
+LeaderMessage = LoadAgreed | RoundEntered | RoundLeft | WeightsReport | LoadRefused | SwapReady | RankFailed | Alive
+MOST_REFUSALS = 256
+"""Refusals of a rank 0 that the others keep."""
 
 
 class DpSync:
@@ -93,6 +103,8 @@ class DpSync:
         self._left: set[int] = set()
         self._reports: dict[int, WeightsReport] = {}
         """The newest of each other rank 0."""
+        self._refusals: dict[int, dict[str, str]] = {}
+        """By other rank 0 and query id: why it has not begun; the newest ones."""
         self._ready: dict[int, str] = {}
         """Query id of the newest `SwapReady` of each other rank 0."""
         self._announced = ""
@@ -123,9 +135,19 @@ class DpSync:
         """Tell the other replicas what the load of other weights has come to here. Call once for a command."""
         self._links.broadcast(report)
 
+    def refuse_load(self, query_id: str, why: str) -> None:
+        """Tell the other replicas that this one does not begin a command, and why."""
+        self._links.broadcast(LoadRefused(query_id, why))
+
     def weights_reports(self, query_id: str) -> list[WeightsReport] | None:
-        """Return the reports of all other replicas on a command, in their order; None while one is missing."""
+        """Return the reports of all other replicas on a command, in their order; None while one is missing.
+
+        Once a replica has refused the command, the result is a report of its refusal alone.
+        """
         with self._changed:
+            for refused in self._refusals.values():
+                if query_id in refused:
+                    return [WeightsReport(query_id, refused[query_id])]
             found = [self._reports[rank] for rank in sorted(self._reports) if self._reports[rank].query_id == query_id]
             return found if len(found) == self._num_others else None
 
@@ -194,6 +216,11 @@ class DpSync:
                     self._left.add(rank)
                 case WeightsReport():
                     self._reports[rank] = message
+                case LoadRefused(query_id=query_id, why=why):
+                    refused = self._refusals.setdefault(rank, {})
+                    refused[query_id] = why
+                    if len(refused) > MOST_REFUSALS:
+                        del refused[next(iter(refused))]
                 case SwapReady(query_id=query_id):
                     self._ready[rank] = query_id
                 case RankFailed(trouble=trouble):

@@ -116,7 +116,7 @@ class RouterApp:
             config, self.registry, self.admission.pairs, session, self.metrics, self._drain, rng, self.admission.wake
         )
         self.health.on_up.append(self.watchdog.compare_tokens)
-        self._fanout = WorkerFanout(config, self.registry, self.health, session)
+        self._fanout = WorkerFanout(config, self.registry, self.health, session, self.watchdog.recheck)
         self._workers_api = WorkersApi(config, self.registry, self.admission.wake, self.admission.now)
         self._role_switch = RoleSwitch(
             config, self.registry, self.health, session, self.admission.wake, self.admission.now

@@ -40,7 +40,7 @@ from pdserve.http.access import (
     has_too_many_values,
 )
 from pdserve.http.credentials import authorization_of
-from pdserve.http.error_forms import ANTHROPIC_REQUEST_ID, CONVERTED_PATHS, converted_error
+from pdserve.http.error_forms import ANTHROPIC_REQUEST_ID, converted_error, is_converted
 from pdserve.http.errors import HttpRefusal
 from pdserve.http.page_files import is_page_path
 from pdserve.observe.http_calls import CLIENT_GONE, log_access
@@ -176,7 +176,7 @@ class Access:
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Like `_check`; an error is converted to the form of the API at the request's path."""
         response = await self._check(request, handler)
-        if request.path in CONVERTED_PATHS and response.status >= 400 and isinstance(response, web.Response):
+        if is_converted(request.path) and response.status >= 400 and isinstance(response, web.Response):
             body = response.body if isinstance(response.body, bytes) else b""
             response.body = converted_error(request.path, body, request[REQUEST_ID])
             response.headers.pop("Content-Length", None)  # a worker's, of its body
@@ -296,7 +296,7 @@ class Access:
             headers.setdefault(*NO_STORE)
         if REQUEST_ID in request:
             headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
-            if request.path in CONVERTED_PATHS:
+            if is_converted(request.path):
                 headers[ANTHROPIC_REQUEST_ID] = request[REQUEST_ID]
         headers.update(self._rules.cors.response_headers(request.headers.get("Origin")))
 

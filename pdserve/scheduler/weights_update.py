@@ -73,6 +73,10 @@ class RankWeights(Protocol):
         """Begin to load on this rank, beside the weights in use. One load at a time."""
         ...
 
+    def refuse(self, query_id: str, why: str) -> None:
+        """Tell replicas that compute with this one that it does not `begin` the command `query_id`, and why."""
+        ...
+
     def loaded(self) -> str | None:
         """Return None while a rank loads; then once why they cannot be used, empty when all ranks have them.
 
@@ -270,7 +274,9 @@ class WeightsUpdater:
 
     def _prepare(self, command: Preparation) -> None:
         if self._preparing is not None:
-            self._reply(command, "other weights are being loaded")
+            why = "other weights are being loaded"
+            self._weights.refuse(command.query_id, why)
+            self._reply(command, why)
             return
         self._weights.drop()
         self._preparing, self._is_wanted = command, True
@@ -283,7 +289,8 @@ class WeightsUpdater:
         self._preparing = None
         if not self._is_wanted or isinstance(command, JoinGroup | LeaveGroup):
             self._weights.drop()
-        self._reply(command, failure or ("" if self._is_wanted else "the update was ended"))
+        # not final: the caller begins no other load while a replica still loads
+        self._reply(command, failure or ("" if self._is_wanted else "the update was ended"), is_final=False)
 
     def _begin_hold(self, command: HoldRequests, scheduler: UpdatableWeights) -> None:
         if self._hold is not None:
@@ -321,7 +328,9 @@ class WeightsUpdater:
             else:
                 scheduler.admit_request(spec, again=rid in withdrawn)
 
-    def _reply(self, command: WeightsCommand, failure: str = "") -> None:
+    def _reply(self, command: WeightsCommand, failure: str = "", *, is_final: bool = True) -> None:
+        """Answer a command. `is_final`: a failure ends it at once, also where other replicas carry it out."""
         if failure:
             log.warning("update of the weights: %s", failure)
-        self._send(CommandReply(query_id=command.query_id, ok=not failure, message=failure or "ok"))
+        message, is_final = failure or "ok", bool(failure) and is_final
+        self._send(CommandReply(query_id=command.query_id, ok=not failure, message=message, is_final=is_final))

@@ -15,7 +15,7 @@ import dataclasses
 import math
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Protocol, Self
 
 import msgspec
 from fastapi import Request
@@ -144,6 +144,12 @@ Weights = tuple[str, str]
 """Name of the version, and fingerprint, of an engine's weights."""
 
 
+class WeightsListener(Protocol):
+    """What is told which weights compute a call, such as `HttpCall`."""
+
+    weight_version: str | None
+
+
 class Generation:
     """The updates of a body's sequences, in order of arrival; ends when every sequence has finished.
 
@@ -154,7 +160,10 @@ class Generation:
         EngineDeadError: while iterating: the engine has exited.
     """
 
-    def __init__(self, num_sequences: int, on_close: Callable[[Generation], None]) -> None:
+    def __init__(
+        self, num_sequences: int, on_close: Callable[[Generation], None], call: WeightsListener | None = None
+    ) -> None:
+        """`call`: is told the version of the weights before the first output can be read."""
         self.prior_text: dict[int, str] = {}
         """By sequence index: text that another server sent before the stream resumed here; see
         `GenerateRequest.prior_output_ids`.
@@ -163,6 +172,7 @@ class Generation:
         """The weights that have computed the sequences; None before the first output."""
         self._unfinished = num_sequences
         self._on_close = on_close
+        self._call = call
         self._pending: dict[int, GenerationUpdate] = {}
         self._news = asyncio.Event()
         self._error: PdserveError | None = None
@@ -171,6 +181,8 @@ class Generation:
     def computed_with(self, weights: Weights | None) -> bool:
         """Note the weights of an output; False when other weights have computed an earlier one."""
         self.weights = self.weights or weights
+        if self._call is not None and self.weights is not None:
+            self._call.weight_version = self.weights[0]
         return self.weights == weights
 
     def end_with(self, error: PdserveError) -> None:

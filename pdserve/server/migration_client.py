@@ -93,7 +93,8 @@ class MigrationClient:
             RequestError: 502, it does not answer within `CONNECT_S` seconds.
         """
         try:
-            async with asyncio.timeout(CONNECT_S), self._opened().get(url.with_path("/health")):
+            get = self._opened().get(url.with_path("/health"), allow_redirects=False)
+            async with asyncio.timeout(CONNECT_S), get:
                 return
         except (aiohttp.ClientError, OSError) as error:
             raise _failed(f"{url} does not answer: {error or type(error).__name__}") from error

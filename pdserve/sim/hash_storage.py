@@ -1,7 +1,8 @@
 """The store of a simulated world: shared by its servers, slow, forgetful and lying.
 
-Jobs of a port end at random moments. The bytes of a read move at its end, unless the server has given up: then slots of
-the host tier are not touched. Objects are real ones, with header and checksum, so that damage is found as in a server.
+Jobs of a port end at random moments. A call that finds the store away ends the port's reads, as a breaker does. The
+bytes of a read move at its end, unless the server has given up: then slots of the host tier are not touched. Objects
+are real ones, with header and checksum, so that damage is found as in a server.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ class SimStoragePort:
         self._store, self._net, self._parts, self._slot_bytes, self._wake = SimStore(net), net, parts, slot_bytes, wake
         self._num_started = 0
         self._running: set[int] = set()
+        self._reads: set[int] = set()
         self._ended: list[JobEnd] = []
 
     def look_up(self, root: bytes, keys: Sequence[PageKey], ends: PrefixEnds | None = None) -> int:
@@ -88,11 +90,11 @@ class SimStoragePort:
         def count(wanted: Sequence[PageKey]) -> int:
             return self._store.exists([identity.key for identity in self._ids(root, wanted)])
 
-        return self._start(lambda: count(keys) if ends is None else ends.last(count(keys), count))
+        return self._start(lambda: count(keys) if ends is None else ends.last(count(keys), count), reads=True)
 
     def get(self, root: bytes, keys: Sequence[PageKey], slots: Sequence[int]) -> int:
         """See `StoragePort.get`."""
-        return self._start(lambda: self._read(root, keys, slots))
+        return self._start(lambda: self._read(root, keys, slots), reads=True)
 
     def put(self, root: bytes, keys: Sequence[PageKey], slots: Sequence[int]) -> int:
         """See `StoragePort.put`."""
@@ -123,16 +125,20 @@ class SimStoragePort:
     def _ids(self, root: bytes, keys: Sequence[PageKey]) -> list[ObjectId]:
         return [ObjectId(root, key.digest, self._parts[key.space]) for key in keys]
 
-    def _start(self, work: Callable[[], int]) -> int:
+    def _start(self, work: Callable[[], int], *, reads: bool = False) -> int:
         self._num_started += 1
         number = self._num_started
         self._running.add(number)
+        if reads:
+            self._reads.add(number)
         away = self._net.happens("calls of a store that is away", self._net.faults.store_away)
         slow = self._net.happens("calls of a store that take long", self._net.faults.slow_store)
 
         def end() -> None:
             if number in self._running:  # else the server has given up
                 self._end(number, 0 if away else work())
+            for other in sorted(self._reads) if away else ():  # the breaker opens
+                self._end(other, 0)
 
         self._net.later(end, min_delay_s=60.0 if slow else 0.0)
         return number
@@ -140,6 +146,7 @@ class SimStoragePort:
     def _end(self, number: int, num_pages: int) -> None:
         if number in self._running:
             self._running.remove(number)
+            self._reads.discard(number)
             self._ended.append(JobEnd(number, num_pages))
             self._wake()
 

@@ -182,6 +182,9 @@ class SimWeights:
             self._loading = None
         return failure
 
+    def refuse(self, query_id: str, why: str) -> None:
+        """See `RankWeights.refuse`. Does nothing: simulated replicas load without each other."""
+
     def end_wait(self) -> None:
         """See `RankWeights.end_wait`. Does nothing."""
 

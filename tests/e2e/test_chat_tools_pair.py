@@ -1,4 +1,4 @@
-"""Tools, reasoning and responses of a real model through the router and a pair, with the real client."""
+"""Tools, reasoning and responses of a real model through the router and a pair, with the real clients."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
+import requests
+from anthropic.types import RawMessageStreamEvent
+from pydantic import TypeAdapter
 
 from pdserve.server.text.tokenizer import read_template
 from tests.e2e.harness import Pair, assert_idle, running_pair
@@ -114,4 +118,91 @@ def test_thoughts_that_a_message_begins_are_gone_on_with(pair: Pair, api: openai
     with pytest.raises(openai.BadRequestError) as refused:
         api.chat.completions.create(model="smollm2", messages=ASK, extra_body={"chat_template": "{{ 1 }}"})
     assert refused.value.param == "chat_template"
+    assert_idle(pair.prefill, pair.decode)
+
+
+def strict_events(pair: Pair, body: dict[str, Any]) -> list[Any]:
+    """The events of a stream of `/v1/messages` but for pings, each with exactly the types that the SDK has for it."""
+    answer = requests.post(f"{pair.url}/v1/messages", json=body | {"stream": True}, timeout=200)
+    assert answer.status_code == 200, answer.text
+    known: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+    events = [event.partition("\ndata: ") for event in answer.text.split("\n\n") if event]
+    assert all(name == f"event: {json.loads(data)['type']}" for name, _, data in events)
+    return [known.validate_json(data, strict=True) for name, _, data in events if name != "event: ping"]
+
+
+def deltas(events: list[Any]) -> list[str]:
+    """The kinds of deltas, each once, in the order of their first."""
+    return list(dict.fromkeys(event.delta.type for event in events if event.type == "content_block_delta"))
+
+
+@pytest.fixture
+def claude(pair: Pair) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=pair.url, api_key="none", max_retries=0, timeout=200) as client:
+        yield client
+
+
+def test_messages_with_a_call_that_must_be(pair: Pair, claude: anthropic.Anthropic) -> None:
+    function = WEATHER["function"]
+    tool = {"name": function["name"], "description": function["description"], "input_schema": function["parameters"]}
+    asked: Any = {
+        "model": "smollm2", "max_tokens": 60, "tools": [tool], "messages": ASK,
+        "tool_choice": {"type": "tool", "name": "get_weather"}, "thinking": {"type": "disabled"},
+    }  # fmt: skip
+    greedy: Any = {"temperature": 0}
+    whole = claude.messages.create(**asked, extra_body=greedy)
+    (call,) = whole.content
+    assert call.type == "tool_use" and (call.name, whole.stop_reason) == ("get_weather", "tool_use")
+    assert set(call.input) == {"city", "unit"}
+
+    with claude.messages.stream(**asked, extra_body=greedy) as stream:
+        pieces = [event.partial_json for event in stream if event.type == "input_json"]
+        final = stream.get_final_message()
+    assert [block.to_dict() | {"id": ""} for block in final.content] == [call.to_dict() | {"id": ""}]
+    assert json.loads("".join(pieces)) == call.input and len(pieces) > 3
+    assert (final.stop_reason, final.usage.output_tokens) == ("tool_use", whole.usage.output_tokens)
+    events = strict_events(pair, asked | greedy)
+    assert deltas(events) == ["input_json_delta"] and events[1].content_block.name == "get_weather"
+
+    result: Any = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}]}
+    turn = [*ASK, final.to_param(), result]
+    after = claude.messages.create(**asked | {"messages": turn, "tool_choice": {"type": "auto"}}, extra_body=greedy)
+    assert after.stop_reason in ("end_turn", "max_tokens", "tool_use")
+    assert after.usage.input_tokens + (after.usage.cache_read_input_tokens or 0) > whole.usage.input_tokens
+    assert_idle(pair.prefill, pair.decode)
+
+
+def test_messages_with_thoughts(pair: Pair, claude: anthropic.Anthropic) -> None:
+    """The model goes on with thoughts that a message begins, until their budget is used."""
+    begun: Any = [*ASK, {"role": "assistant", "content": "<think>It is"}]
+    thinking = {"type": "enabled", "budget_tokens": 9}
+    asked: Any = {"model": "smollm2", "max_tokens": 40, "messages": begun, "thinking": thinking}
+    greedy: Any = {"temperature": 0, "ignore_eos": True}
+    whole = claude.messages.create(**asked, extra_body=greedy)
+    assert [block.type for block in whole.content] == ["thinking", "text"]
+    with claude.messages.stream(**asked, extra_body=greedy) as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_message()
+    assert {"thinking", "signature", "text"} <= kinds
+    assert [block.to_dict() for block in final.content] == [block.to_dict() for block in whole.content]
+    assert final.usage.output_tokens_details == whole.usage.output_tokens_details
+    assert deltas(strict_events(pair, asked | greedy)) == ["thinking_delta", "signature_delta", "text_delta"]
+    assert_idle(pair.prefill, pair.decode)
+
+
+def test_messages_that_a_stop_sequence_ends(pair: Pair, claude: anthropic.Anthropic) -> None:
+    asked: Any = {"model": "smollm2", "max_tokens": 30, "messages": ASK, "thinking": {"type": "disabled"}}
+    greedy: Any = {"temperature": 0, "ignore_eos": True}
+    (block,) = claude.messages.create(**asked, extra_body=greedy).content
+    assert block.type == "text"
+    stop = block.text.split()[4]
+    asked["stop_sequences"] = ["\0", stop]
+    whole = claude.messages.create(**asked, extra_body=greedy)
+    with claude.messages.stream(**asked, extra_body=greedy) as stream:
+        final = stream.get_final_message()
+    for message in (whole, final):
+        assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", stop)
+        assert [one.to_dict() for one in message.content] == [{"type": "text", "text": block.text.partition(stop)[0]}]
+    last = strict_events(pair, asked | greedy)[-2]
+    assert (last.delta.stop_reason, last.delta.stop_sequence) == ("stop_sequence", stop)
     assert_idle(pair.prefill, pair.decode)

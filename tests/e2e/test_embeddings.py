@@ -124,6 +124,8 @@ def test_the_python_api_gives_the_same_vectors_and_scores(flags: dict[str, Any],
             (lambda: llm.embed("a", lora_path="x", **quiet), "lora_path"),
             (lambda: llm.score(["a", "b"], ["c"], **quiet), "data_1"),
             (lambda: llm.score("a", "b", instruct="c", **quiet), "instruct"),
+            (lambda: llm.score(["a", "b"], ["c", "word " * 5000], **quiet), "data_2[1]"),
+            (lambda: llm.score("\ud800", ["c"], **quiet), "data_1"),
         ):
             with pytest.raises(InvalidRequestError) as caught:
                 call()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,43 +15,56 @@ from tests.adapters import merged, write_adapter
 from tests.e2e.harness import assert_idle, running_monolith, running_pair, until
 from tests.model_families import prompts_of
 from tests.reference import load_reference, reference_greedy
-from tests.tiny import Family, make_tiny
+from tests.tiny import Family, make_tiny, tiny_tokenizer
 
 NUM_NEW = 12
 PROMPTS = prompts_of((7, 40, 90, 23))
+CHATS: Any = [[{"role": "user", "content": text}] for text in ("Hello", "Tell me of pages.", "x" * 50)]
 FLAGS = ("--dtype", "float32", "--max-total-tokens", "8192", "--served-model-name", "tiny")
 SAMPLING = {"temperature": 0, "max_new_tokens": NUM_NEW, "ignore_eos": True}
+CHAT_SAMPLING = {"temperature": 0, "max_tokens": NUM_NEW, "ignore_eos": True}
 
 
 class Models:
     """Two checkpoints of one model, and what each of them generates; with `has_adapter`, behind the adapter `adapter`.
 
-    `fields`: those of a request that has it.
+    `outputs`: of each checkpoint the tokens of `PROMPTS`, then the texts of `CHATS`. `name`: that of the model in
+    requests.
     """
 
     def __init__(self, root: Path, family: Family = "qwen3", *, has_adapter: bool = False) -> None:
         self.paths = [make_tiny(family, root / name, seed=seed, eos_token_id=None) for seed, name in enumerate("ab")]
-        self.adapter, self.fields, generating = root / "adapter", {}, self.paths
+        self.adapter, self.name, generating = root / "adapter", "tiny", self.paths
         if has_adapter:
             write_adapter(self.adapter, self.paths[0])
-            self.fields = {"lora_path": "adapter"}
+            self.name = "adapter"
             generating = [merged(root / f"merged-{path.name}", path, self.adapter) for path in self.paths]
         references = [load_reference(path) for path in generating]
-        self.tokens = [[reference_greedy(model, prompt, NUM_NEW) for prompt in PROMPTS] for model in references]
-        assert self.tokens[0] != self.tokens[1]
+        tokenizer = tiny_tokenizer()
+        chats = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in CHATS]
+        self.outputs: list[list[Any]] = []
+        for model in references:
+            tokens = [reference_greedy(model, prompt, NUM_NEW) for prompt in (*PROMPTS, *chats)]
+            texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in tokens[len(PROMPTS) :]]
+            self.outputs.append([*tokens[: len(PROMPTS)], *texts])
+        assert all(first != second for first, second in zip(*self.outputs, strict=True))
 
 
 class Load:
-    """Clients that ask the same prompts until they are stopped, and all answers: prompt, version, tokens.
+    """Clients that ask the same prompts until they are stopped, and all answers: prompt, version, tokens or text.
 
-    `fields`: more fields of each request.
+    Of four clients one reads whole answers of `/generate`, one its streams, one streams of chat completions, and one
+    whole messages. `name`: the model's, in their requests.
     """
 
-    def __init__(self, url: str, num_clients: int, fields: dict[str, Any] | None = None) -> None:
-        self.answers: list[tuple[int, str, list[int]]] = []
+    def __init__(self, url: str, num_clients: int, name: str = "tiny") -> None:
+        self.answers: list[tuple[int, str, Any]] = []
         self.failures: list[str] = []
-        self._url, self._fields, self._stop = url, fields or {}, threading.Event()
-        self._threads = [threading.Thread(target=self._ask, args=(number,)) for number in range(num_clients)]
+        self._url, self._name, self._stop = url, name, threading.Event()
+        asks = (self._generate, self._generate_stream, self._chat_stream, self._message)
+        self._threads = [
+            threading.Thread(target=self._run, args=(number, asks[number % len(asks)])) for number in range(num_clients)
+        ]
 
     def __enter__(self) -> Load:
         for thread in self._threads:
@@ -63,23 +77,59 @@ class Load:
             thread.join(120)
 
     def await_version(self, version: str) -> None:
-        """Until each client may have had an answer of this version."""
+        """Until there are answers of this version to prompts and to chats, and each client may have had one."""
 
         def is_answered() -> bool:
-            return bool(self.failures) or sum(one[1] == version for one in self.answers) >= len(self._threads)
+            seen = [index < len(PROMPTS) for index, found, _ in self.answers if found == version]
+            return bool(self.failures) or (len(seen) >= len(self._threads) and len(set(seen)) == 2)
 
         until(is_answered, 60.0, f"answers of {version}")
 
-    def _ask(self, number: int) -> None:
+    def _run(self, number: int, ask: Callable[[int], None]) -> None:
         while not self._stop.is_set():
-            index = number = (number + 1) % len(PROMPTS)
-            body = {"input_ids": PROMPTS[index], "sampling_params": SAMPLING, **self._fields}
-            answer = requests.post(f"{self._url}/generate", json=body, timeout=120)
-            if answer.status_code != 200:
-                self.failures.append(answer.text)
-                continue
-            found = answer.json()
-            self.answers.append((index, found["meta_info"]["weight_version"], found["output_ids"]))
+            number += 1
+            try:
+                ask(number)
+            except Exception as error:
+                self.failures.append(repr(error))
+
+    def _post(self, path: str, body: dict[str, Any]) -> requests.Response:
+        answer = requests.post(f"{self._url}{path}", json={"model": self._name, **body}, timeout=120)
+        assert answer.status_code == 200, answer.text
+        return answer
+
+    def _generate(self, number: int, *, stream: bool = False) -> None:
+        index = number % len(PROMPTS)
+        adapter = {} if self._name == "tiny" else {"lora_path": self._name}
+        body = {"input_ids": PROMPTS[index], "sampling_params": SAMPLING, "stream": stream, **adapter}
+        answer = self._post("/generate", body)
+        made = _events(answer) if stream else [answer.json()]
+        (version,) = {answer.headers["x-weight-version"], *(one["meta_info"]["weight_version"] for one in made)}
+        self.answers.append((index, version, made[-1]["output_ids"]))
+
+    def _generate_stream(self, number: int) -> None:
+        self._generate(number, stream=True)
+
+    def _chat_stream(self, number: int) -> None:
+        index = number % len(CHATS)
+        answer = self._post("/v1/chat/completions", {"messages": CHATS[index], **CHAT_SAMPLING, "stream": True})
+        pieces = [event["choices"][0]["delta"].get("content") or "" for event in _events(answer) if event["choices"]]
+        self.answers.append((len(PROMPTS) + index, answer.headers["x-weight-version"], "".join(pieces)))
+
+    def _message(self, number: int) -> None:
+        index = number % len(CHATS)
+        answer = self._post("/v1/messages", {"messages": CHATS[index], **CHAT_SAMPLING})
+        text = "".join(block["text"] for block in answer.json()["content"])
+        self.answers.append((len(PROMPTS) + index, answer.headers["x-weight-version"], text))
+
+
+def _events(answer: requests.Response) -> list[Any]:
+    """The events of a stream that has ended well."""
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert lines[-1] == "[DONE]", lines[-1]
+    events = [json.loads(line) for line in lines[:-1]]
+    assert not any("error" in event for event in events), events[-1]
+    return events
 
 
 def update(url: str, path: Path, version: str, **fields: Any) -> requests.Response:
@@ -87,11 +137,11 @@ def update(url: str, path: Path, version: str, **fields: Any) -> requests.Respon
     return requests.post(f"{url}/update_weights_from_disk", json=body, timeout=240)
 
 
-def check(models: Models, answers: Sequence[tuple[int, str, list[int]]], first: str) -> set[str]:
+def check(models: Models, answers: Sequence[tuple[int, str, Any]], first: str) -> set[str]:
     """Every answer is that of its version's model; returns the versions."""
-    for index, version, tokens in answers:
+    for index, version, output in answers:
         model = 0 if version == first else int(version.partition("-")[2])
-        assert tokens == models.tokens[model][index], (index, version)
+        assert output == models.outputs[model][index], (index, version)
     return {version for _, version, _ in answers}
 
 
@@ -102,7 +152,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 def run_updates(models: Models, url: str, change: Callable[[Path, str], None], *, num_clients: int = 4) -> set[str]:
     """Change to the other weights and back under load, and once to a model that does not fit."""
-    with Load(url, num_clients, models.fields) as load:
+    with Load(url, num_clients, models.name) as load:
         load.await_version("first")
         for step, number in enumerate((1, 0, 1)):
             change(models.paths[number], f"v{step}-{number}")

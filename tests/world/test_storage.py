@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from pdserve.errors import RankError
@@ -84,4 +85,4 @@ BUGS += [pytest.param(*bug, id=bug[0].__name__, marks=pytest.mark.slow) for bug 
 @pytest.mark.parametrize(("plant", "run"), BUGS)
 def test_bugs_are_caught(plant: Callable[[Patch], None], run: Callable[[int], object], monkeypatch: Patch) -> None:
     plant(monkeypatch)
-    assert_caught(run, 150, RankError, IndexError, KeyError)
+    assert_caught(run, 150, RankError, IndexError, KeyError, msgspec.ValidationError)

@@ -17,12 +17,14 @@ import functools
 import logging
 import queue
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from pdserve.memory.tiers.breaker import StorageBreaker
 from pdserve.memory.tiers.storage import PUT_THREAD, Miss, ObjectId, Storage, StorageError, check, object_bytes, seal
+from pdserve.memory.tiers.storage_probe import StorageProbe
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +60,8 @@ class Lookup:
         self.num_found = 0
         self.is_done = False
         self.is_cancelled = False
+        self.started_s = 0.0
+        """When the client took it, by the client's clock."""
 
     def cancel(self) -> None:
         """Give up; the answer is no longer of interest."""
@@ -76,6 +80,8 @@ class Transfer:
         self.num_done = 0
         self.is_done = False
         self.is_cancelled = False
+        self.started_s = 0.0
+        """When the client took it, by the client's clock."""
         self._lock = threading.Lock()
 
     def cancel(self) -> int:
@@ -115,7 +121,7 @@ class StorageCounts:
 class StorageClient:
     """Jobs for one store. `wake` is called on a client's thread when a job has ended.
 
-    The client closes `storage`. `call_limit_s`, `starts_open`: see `StorageBreaker`.
+    The client closes `storage`. `call_limit_s`, `starts_open`, `now`: see `StorageBreaker`.
     """
 
     def __init__(
@@ -125,9 +131,13 @@ class StorageClient:
         *,
         call_limit_s: float = CALL_LIMIT_S,
         starts_open: bool = False,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.storage = storage
-        self.breaker = StorageBreaker(call_limit_s, starts_open=starts_open)
+        self.breaker = StorageBreaker(call_limit_s, starts_open=starts_open, now=now)
+        self._now, self._probe = now, StorageProbe(call_limit_s)
+        self._late_s: float | None = None
+        """Seconds after which a request has given up last; None since a probe has closed the breaker."""
         self.counts = StorageCounts()
         self._wake = wake
         self._gets: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -150,6 +160,7 @@ class StorageClient:
         """
         job = Lookup(ids, find_end)
         if self.breaker.allows and (ids or find_end is not None):
+            job.started_s = self._now()
             self._gets.put(job)
         else:
             job.is_done = True
@@ -159,6 +170,7 @@ class StorageClient:
         """Read pages into `buffers`, up to the first one that is a miss; at once none while the breaker is open."""
         job = Transfer(ids, buffers)
         if self.breaker.allows and ids:
+            job.started_s = self._now()
             self._gets.put(job)
         else:
             job.is_done = True
@@ -181,6 +193,7 @@ class StorageClient:
         late = late and not job.is_done
         job.cancel()
         if late and (isinstance(job, Lookup) or 2 * job.num_done < len(job.ids)):
+            self._late_s = self._now() - job.started_s
             self.breaker.late()
 
     def clear(self) -> None:
@@ -220,7 +233,7 @@ class StorageClient:
         staging = _Staging()
         while not self._closed.is_set():
             if self.breaker.begin_probe():
-                self._call(GET, lambda: self.storage.exists(["pdserve-probe"]))
+                self._ask_again(staging)
             try:
                 job = self._gets.get(timeout=_IDLE_S)
             except queue.Empty:
@@ -231,7 +244,20 @@ class StorageClient:
                 self._look_up(job) if isinstance(job, Lookup) else self._get(job, staging)
             self._end(job)
 
+    def _ask_again(self, staging: _Staging) -> None:
+        """Probe the store."""
+        self.breaker.begin(GET)
+        try:
+            error = self._probe.run(self.storage, self._num_stored, staging.objects, self._now, self._late_s)
+        except Exception as raised:
+            error = self._told(raised)
+        self.breaker.end_probe(GET, error)
+        if self.breaker.allows:
+            self._late_s = None
+
     def _look_up(self, job: Lookup) -> None:
+        self._probe.note(job.ids[:MOST_KEYS])
+
         def count(ids: Sequence[ObjectId]) -> int | None:
             keys = [identity.key for identity in ids]
             if job.is_cancelled or not self.breaker.allows:
@@ -244,18 +270,21 @@ class StorageClient:
 
     def _get(self, job: Transfer, staging: _Staging) -> None:
         """Read the pages of a job up to the first miss, whose object is discarded: else no put would replace it."""
-        done = self._get_batches(job, staging)
-        if not job.is_cancelled:
-            self.breaker.read(found=done)
+        found = self._get_batches(job, staging)
+        if found is not None and not job.is_cancelled:
+            self.breaker.read(found=found)
 
-    def _get_batches(self, job: Transfer, staging: _Staging) -> bool:
+    def _get_batches(self, job: Transfer, staging: _Staging) -> bool | None:
+        """Return whether the job has got a page; None when a call has failed, or the job was cancelled."""
         for first, end in _batches(job.buffers):
             ids, buffers = job.ids[first:end], job.buffers[first:end]
+            if not first:
+                self._probe.note(ids, [len(buffer) for buffer in buffers], len(job.ids))
             objects = staging.objects([len(buffer) for buffer in buffers])
             keys = [identity.key for identity in ids]
             read = self._call(GET, functools.partial(_outcomes, self.storage.get_into, keys, objects))
             if read is None:
-                return True  # the breaker knows
+                return None
             for identity, buffer, stored, was_read in zip(ids, buffers, objects, read, strict=True):
                 miss = check(stored, identity) if was_read else Miss.ABSENT
                 if miss is not None:
@@ -265,7 +294,7 @@ class StorageClient:
                         log.warning("an object of the store %s is not used: %s", self.storage.name, miss)
                     return job.num_done > 0
                 if not job.copy(buffer, stored[-len(buffer) :], counts=True):
-                    return True
+                    return None
                 self.counts.pages_read += 1
                 self.counts.bytes_read += len(buffer)
         return True
@@ -337,12 +366,16 @@ class StorageClient:
         try:
             result = call()
         except Exception as error:
-            if not self._closed.is_set():
-                log.warning("the KV store %s failed: %s", self.storage.name, error, exc_info=not _is_told(error))
-            self.breaker.fail(lane, str(error) or type(error).__name__)
+            self.breaker.fail(lane, self._told(error))
             return None
         self.breaker.succeed(lane)
         return result
+
+    def _told(self, error: Exception) -> str:
+        """Log an error of the store; return its text."""
+        if not self._closed.is_set():
+            log.warning("the KV store %s failed: %s", self.storage.name, error, exc_info=not _is_told(error))
+        return str(error) or type(error).__name__
 
     def _end(self, job: Job) -> None:
         job.is_done = True
@@ -354,7 +387,7 @@ Move = Callable[[Sequence[str], Sequence[memoryview]], list[bool]]
 
 def _outcomes(move: Move, keys: Sequence[str], objects: Sequence[memoryview]) -> list[bool]:
     """Call `get_into` or `put_from` of a store, which may be a third party's, and check what it returns."""
-    moved = list(move(keys, objects))
+    moved = [bool(one) for one in move(keys, objects)]
     if len(moved) != len(keys):
         raise StorageError(f"{len(moved)} results for {len(keys)} objects")
     return moved

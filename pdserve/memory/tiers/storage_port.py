@@ -81,22 +81,23 @@ class LocalStoragePort:
     def __init__(self, client: StorageClient, parts: Mapping[PageSpace, str], slot_bytes: SlotBytes) -> None:
         self._client, self._parts, self._slot_bytes = client, parts, slot_bytes
         self._jobs: dict[int, Job] = {}
+        self._reads: set[int] = set()
         self._num_started = 0
 
     def look_up(self, root: bytes, keys: Sequence[PageKey], ends: PrefixEnds | None = None) -> int:
         """See `StoragePort.look_up`."""
         ids = self._ids(root, keys)
         if ends is None:
-            return self._add(self._client.start_lookup(ids))
+            return self._add_read(self._client.start_lookup(ids))
 
         def find_end(num_leading: int, count: CountLeading) -> int:
             return ends.last(num_leading, lambda needed: count(self._ids(root, needed)))
 
-        return self._add(self._client.start_lookup(ids, find_end))
+        return self._add_read(self._client.start_lookup(ids, find_end))
 
     def get(self, root: bytes, keys: Sequence[PageKey], slots: Sequence[int]) -> int:
         """See `StoragePort.get`."""
-        return self._add(self._client.start_get(self._ids(root, keys), self._buffers(keys, slots)))
+        return self._add_read(self._client.start_get(self._ids(root, keys), self._buffers(keys, slots)))
 
     def put(self, root: bytes, keys: Sequence[PageKey], slots: Sequence[int]) -> int:
         """See `StoragePort.put`."""
@@ -109,8 +110,13 @@ class LocalStoragePort:
             self._client.give_up(job, late=late)
 
     def poll(self) -> Sequence[JobEnd]:
-        """See `StoragePort.poll`."""
+        """See `StoragePort.poll`. Reads end when the breaker opens."""
+        if not self._client.breaker.allows:
+            for number in self._reads:
+                if not self._jobs[number].is_done:
+                    self._client.give_up(self._jobs[number], late=False)
         ended = [number for number, job in self._jobs.items() if job.is_done or job.is_cancelled]
+        self._reads.difference_update(ended)
         return [JobEnd(number, _num_pages(self._jobs.pop(number))) for number in ended]
 
     @property
@@ -131,6 +137,11 @@ class LocalStoragePort:
 
     def _buffers(self, keys: Sequence[PageKey], slots: Sequence[int]) -> list[memoryview]:
         return [self._slot_bytes(key.space, slot) for key, slot in zip(keys, slots, strict=True)]
+
+    def _add_read(self, job: Job) -> int:
+        number = self._add(job)
+        self._reads.add(number)
+        return number
 
     def _add(self, job: Job) -> int:
         self._num_started += 1

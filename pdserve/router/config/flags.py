@@ -374,7 +374,7 @@ def _secret(given: str | None, variable: str) -> str | None:
 
 _ABSENT = "this router does not have this feature"
 _TOKENIZER = "the workers tokenize text"
-_STORE = "answers are not stored"
+_STORE = "responses are stored in memory: --response-store-size, --response-store-mb, --response-store-ttl"
 _AUTH = "use --api-key and --admin-api-key"
 
 UNSUPPORTED: dict[str, str] = {

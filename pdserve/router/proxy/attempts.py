@@ -131,7 +131,10 @@ class Attempt:
     `reason` is set when a lost worker or the shutdown ended the attempt.
     """
 
-    __slots__ = ("_can_recompute", "_changed", "_drain", "_upstream", "attaches", "begun", "pair", "reason", "rids")
+    __slots__ = (
+        *("_can_recompute", "_changed", "_drain", "_upstream", "attaches", "begun", "pair", "reason", "rids"),
+        "turn",
+    )
 
     def __init__(
         self,
@@ -141,15 +144,17 @@ class Attempt:
         rids: tuple[str, ...] = (),
         *,
         attaches: bool = False,
+        turn: str | None = None,
     ) -> None:
         """`can_recompute`: whether decode computes the prompt itself when the pair's prefill server is lost.
 
         `rids`: names of the request at decode, the newest last; empty: none names it alone. `attaches`: the router
-        opens the rest of the stream at the worker to which the request moves.
+        opens the rest of the stream at the worker to which the request moves. `turn`: see `ProxiedCall`.
         """
         self._can_recompute = can_recompute
         self.rids = rids
         self.attaches = attaches
+        self.turn = turn
         self.pair = pair
         self.begun = asyncio.get_running_loop().time()
         self._drain = drain
@@ -280,10 +285,10 @@ class Drain:
         for one in list(self.attempts):
             one.abort()
 
-    def end(self, rid: str, why: Failure) -> None:
-        """End the attempts of the request with the name `rid`."""
+    def end(self, turn: str, why: Failure) -> None:
+        """End the attempts of a session's request. `turn`: see `ProxiedCall`."""
         for one in list(self.attempts):
-            if rid in one.rids:
+            if one.turn == turn:
                 one.abort(why)
 
     @contextlib.contextmanager

@@ -92,6 +92,8 @@ class ProxiedCall:
     trace: CallTrace | None = None
     continued: bool = False
     """True: another pair may continue the stream, so that decode is requested to send resume state."""
+    turn: str | None = None
+    """Name of a session's request, by which another one that replaces it ends it; None: it has no session."""
 
 
 EVENT_STREAM = "text/event-stream"
@@ -197,7 +199,7 @@ class Dispatcher:
     @contextlib.asynccontextmanager
     async def _with_retries(self, call: ProxiedCall, avoid: set[Worker]) -> AsyncIterator[Outcome]:
         """Yield the outcome of the last attempt; retries failed attempts. Failed workers are added to `avoid`."""
-        rids = rids_of(call.body)
+        rids = rids_of(call.body) | (set() if call.turn is None else {call.turn})
         outcome: Outcome | None = None
         attempt = 1
         patience = WeightsPatience(asyncio.get_running_loop().time)
@@ -209,7 +211,10 @@ class Dispatcher:
             if outcome is not None:
                 self._metrics.retries.inc()
             rids_alone = alone_rids(call.path, call.body)
-            with Attempt(entered.pair, self._drain, self._can_recompute, rids_alone, attaches=call.continued) as this:
+            attaches, turn = call.continued, call.turn
+            with Attempt(
+                entered.pair, self._drain, self._can_recompute, rids_alone, attaches=attaches, turn=turn
+            ) as this:
                 async with self._attempt(entered, call, this) as result:
                     if isinstance(result, Failure) or not retryable(result):
                         yield result
@@ -236,7 +241,7 @@ class Dispatcher:
     async def _attached(self, slots: PairSlots, call: ProxiedCall, moved: Moved) -> AsyncIterator[Outcome]:
         """Yield the answer of the worker that has the moved request."""
         rids = (*alone_rids(call.path, call.body), moved.rid)
-        with Attempt(slots.pair, self._drain, rids=rids, attaches=True) as this:
+        with Attempt(slots.pair, self._drain, rids=rids, attaches=True, turn=call.turn) as this:
             async with self._attempt(slots, call, this) as result:
                 yield result
 

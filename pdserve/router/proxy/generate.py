@@ -188,7 +188,7 @@ class GenerateHandler:
             if turn is None:
                 call = self._call(request, body, kept, deadline, trace)
             else:
-                call = self._call(request, whole, None, deadline, trace, session=body)
+                call = self._call(request, whole, None, deadline, trace, session=body, turn=turn.node.name)
             async with asyncio.timeout_at(deadline) as limit, contextlib.AsyncExitStack() as stack:
                 stack.enter_context(attending(turn))
                 outcome = await stack.enter_async_context(self._dispatcher.answer(call))
@@ -216,12 +216,13 @@ class GenerateHandler:
         deadline: float,
         trace: CallTrace | None,
         session: dict[str, Any] | None = None,
+        turn: str | None = None,
     ) -> ProxiedCall:
         """Return the call with `body` for the workers. `session`: the client's body, if that names a session."""
         headers = forwarded_headers(request.headers, request.remote)
         headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
         routed = self._dispatcher.routed(request.path, body if session is None else session | body, headers)
-        return ProxiedCall(request.path, body, data, headers, routed, deadline, trace)
+        return ProxiedCall(request.path, body, data, headers, routed, deadline, trace, turn=turn)
 
     async def _read_all(self, call: ProxiedCall, request_id: str, running: RunningResponse, take: Take) -> None:
         """Call `_read`; again from the start if the decode worker dies, unless readers may have seen events.

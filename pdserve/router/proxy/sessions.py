@@ -24,11 +24,13 @@ from pdserve.errors import RequestError
 from pdserve.http.access import CLOSE_SESSION_PATH, GENERATE_PATH, OPEN_SESSION_PATH
 from pdserve.http.credentials import Keys, authorization_of
 from pdserve.http.errors import HttpRefusal, convert
+from pdserve.http.response_events import GAP, MAX_EVENT_BYTES
 from pdserve.http.session_store import (
     CloseSessionBody,
     OpenSessionBody,
     OpenSessions,
     SessionFields,
+    SessionNode,
     SessionTurn,
     check_alone,
     required,
@@ -59,7 +61,6 @@ REPLACED = Failure(
     status=400,
 )
 MAX_TOKEN_ID = (1 << 31) - 1
-_GAP = b"\n\n"
 _DATA = b"data: "
 
 
@@ -155,10 +156,10 @@ class RouterSessions:
             raise RequestError(message, status=503, code="no_worker", retry_after_s=1)
         return answer
 
-    def _abort(self, rid: str) -> None:
+    def _abort(self, node: SessionNode) -> None:
         """End a running request that another one replaces."""
-        self._admission.abort(rid)
-        self._drain.end(rid, REPLACED)
+        self._admission.abort(node.name)
+        self._drain.end(node.name, REPLACED)
 
     def _owner(self, request: web.Request) -> str:
         return self._keys.find(authorization_of(request.headers)) or ""
@@ -171,17 +172,23 @@ class TurnReader:
         self._turn = turn
         self._output: list[int] = []
         self._rest = bytearray()
+        self._is_lost = False
 
     def feed(self, piece: bytes) -> None:
         """Take the next bytes of a stream, before the client gets them."""
+        if self._is_lost:
+            return
         start = max(0, len(self._rest) - 1)
         self._rest += piece
-        while (end := self._rest.find(_GAP, start)) >= 0:
+        while (end := self._rest.find(GAP, start)) >= 0:
             event = bytes(self._rest[:end])
-            del self._rest[: end + len(_GAP)]
+            del self._rest[: end + len(GAP)]
             start = 0
             if event.startswith(_DATA):
                 self.take(event.removeprefix(_DATA))
+        if len(self._rest) > MAX_EVENT_BYTES:
+            self._is_lost = True
+            self._rest.clear()
 
     def take(self, data: bytes) -> None:
         """Take a whole answer, or an event, which has all tokens so far or the new ones only."""
@@ -243,11 +250,14 @@ def attending(turn: SessionTurn | None) -> Iterator[None]:
             turn.left()
 
 
-def _parse(data: bytes) -> Any:
+def _parse(data: bytes) -> dict[str, Any]:
     try:
-        return orjson.loads(data)
+        body = orjson.loads(data)
     except orjson.JSONDecodeError as error:
         raise RequestError(f"the body is not JSON: {error}", code="invalid_request") from error
+    if not isinstance(body, dict):
+        raise RequestError(f"the body must be a JSON object, got {type(body).__name__}", code="invalid_request")
+    return body
 
 
 def _count(body: dict[str, Any]) -> int:

@@ -135,6 +135,29 @@ class PairWatchdog:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def recheck(self) -> None:
+        """Probe the pairs that are down or have failed, because a command has changed workers.
+
+        Returns when at most `MAX_AT_ONCE` are probed. A running probe may have seen the workers before the command, so
+        another one follows it.
+        """
+        if not self._probes.enabled:
+            return
+        if running := [self._running[pair] for pair in self._failing() if pair in self._running]:
+            await asyncio.wait(running)
+        now = asyncio.get_running_loop().time()
+        probes: list[asyncio.Task[None]] = []
+        for pair in self._failing():
+            if pair in self._running:
+                probes.append(self._running[pair])
+            elif len(self._running) < MAX_AT_ONCE and self._can(pair, now):
+                probes.append(self._begin(pair, now))
+        if probes:
+            await asyncio.wait(probes)
+
+    def _failing(self) -> list[Pair]:
+        return [pair for pair, state in self._pairs if state.num_failed or state.down]
+
     async def _run(self) -> None:
         while True:
             now = asyncio.get_running_loop().time()
@@ -190,12 +213,13 @@ class PairWatchdog:
             worker.usable and not worker.forgotten and self._cannot.get(worker, now) <= now for worker in _workers(pair)
         )
 
-    def _begin(self, pair: Pair, now: float) -> None:
+    def _begin(self, pair: Pair, now: float) -> asyncio.Task[None]:
         state = self._pairs.state(pair)
         state.probed_at, state.wanted = now, False
         task = asyncio.create_task(self._probe(pair, now))
         self._running[pair] = task
         task.add_done_callback(lambda _: self._running.pop(pair, None))
+        return task
 
     async def _probe(self, pair: Pair, begun: float) -> None:
         """Run one probe and update the state of the pair."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import aiohttp
@@ -49,12 +49,19 @@ class WorkerFanout:
     """The handlers that send requests to workers."""
 
     def __init__(
-        self, config: RouterConfig, registry: Registry, health: HealthMonitor, session: aiohttp.ClientSession
+        self,
+        config: RouterConfig,
+        registry: Registry,
+        health: HealthMonitor,
+        session: aiohttp.ClientSession,
+        probe_pairs: Callable[[], Awaitable[None]],
     ) -> None:
+        """`probe_pairs`: probes the pairs that serve no requests."""
         self._config = config
         self._registry = registry
         self._health = health
         self._session = session
+        self._probe_pairs = probe_pairs
 
     async def proxy(self, request: web.Request) -> web.Response:
         """Forward to one usable worker, decode workers first, since clients get decode's answers.
@@ -162,17 +169,20 @@ class WorkerFanout:
         timeout_s = MEMORY_TIMEOUT_S if of_memory else None
         answers = await asyncio.gather(*(self._call(request, worker, body, timeout_s) for worker in workers))
         if of_memory:
-            await asyncio.gather(*map(self._health.check, workers))
+            await self._recheck(workers)
         return _answer_of_all(workers, answers)
 
     async def update_weights(self, request: web.Request) -> web.Response:
-        """Change the weights of all healthy workers: all prepare them first, so that they change at about one time."""
+        """Change the weights of all healthy workers: all prepare them first, so that they change at about one time.
+
+        The answer comes when the router has checked them again.
+        """
         try:
             fields = orjson.loads(request[BODY])
         except orjson.JSONDecodeError as error:
             return error_response(400, f"the body is not JSON: {error}", "invalid_json")
         if not isinstance(fields, dict):
-            return error_response(400, "the body must be a JSON object", "bad_request")
+            return error_response(400, "the body must be a JSON object", "invalid_json")
         try:
             prepare = orjson.dumps(fields | {"prepare_only": True})
         except orjson.JSONEncodeError:
@@ -187,7 +197,14 @@ class WorkerFanout:
             if fields.get("prepare_only") or max(_statuses(workers, prepared).values()) >= 400:
                 return _answer_of_all(workers, prepared)
         calls = (self._call(request, worker, request[BODY], timeout_s) for worker in workers)
-        return _answer_of_all(workers, await asyncio.gather(*calls))
+        answers = await asyncio.gather(*calls)
+        await self._recheck(workers)
+        return _answer_of_all(workers, answers)
+
+    async def _recheck(self, workers: Sequence[Worker]) -> None:
+        """Check the workers of a command, and then their pairs, so that the next request finds those that serve."""
+        await asyncio.gather(*map(self._health.recheck, workers))
+        await self._probe_pairs()
 
     async def refuse_group(self, request: web.Request) -> web.Response:
         """Refuse a command about a trainer's process group: each server has ranks of its own in it."""

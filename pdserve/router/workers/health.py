@@ -114,6 +114,18 @@ class HealthMonitor:
             running.add_done_callback(lambda _: self._checks.pop(worker, None))
         await asyncio.shield(running)
 
+    async def recheck(self, worker: Worker) -> None:
+        """Check the worker with a check that begins now, because a command has changed it.
+
+        A dead worker that answers well is checked as often as it must answer to be healthy.
+        """
+        if (running := self._checks.get(worker)) is not None:
+            await asyncio.wait({running})
+        for _ in range(self._health.success_threshold):
+            await self.check(worker)
+            if worker.healthy or worker.forgotten or not worker.good_checks:
+                return
+
     async def on_reported_role(self, worker: Worker, reported: str) -> None:
         """Handle a role that a worker reported: a `--disaggregation-mode`, or `NO_ROLE`."""
         if worker.forgotten or reported == worker.spec.role.mode:

@@ -97,7 +97,7 @@ class RoleSwitch:
             await self._health.on_reported_role(worker, role.mode)
         now = self._registry.find(worker.id)
         if now is not None:  # a new object after a move, which has not been checked yet
-            await self._health.check(now)
+            await self._health.recheck(now)
         return answer
 
     async def _ask(self, request: web.Request, worker: Worker, command: dict[str, Any]) -> web.Response:

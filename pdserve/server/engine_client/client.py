@@ -50,7 +50,7 @@ from pdserve.server.engine_client.live_requests import (
     RequestStatsRecorder,
     WaitingRequests,
 )
-from pdserve.server.engine_client.migration import IncomingRequests, MovedRequests
+from pdserve.server.engine_client.migration import IncomingRequest, IncomingRequests, MovedRequests
 from pdserve.server.generation import ATTACH_FIELD, Generation
 from pdserve.server.http.middleware import current_call
 from pdserve.server.text.detokenizer import detokenize_output
@@ -219,7 +219,7 @@ class EngineClient:
         in_use = self._live.in_use(name for state in states for name in state.names)
         if in_use is not None:
             raise RequestError(f"rid {in_use!r} belongs to a request that is still running", field="rid")
-        generation = Generation(len(states), self._close)
+        generation = Generation(len(states), self._close, call)
         generation.prior_text.update(prior_text)
         if self._new_prefill is not None:
             for state, address in zip(states, self._new_prefill.take(client, requests), strict=True):
@@ -242,16 +242,19 @@ class EngineClient:
         if in_use is not None:
             raise RequestError(f"rid {in_use!r} belongs to a request that is still running", field="rid")
         entry = self.incoming.take(state.request.rid, ATTACH_FIELD, len(state.request.prior_output_ids))
-        generation = state.generation = Generation(1, self._close)
+        call = current_call()
+        generation = state.generation = Generation(1, self._close, call)
         generation.prior_text.update(prior_text)
-        self._stats.started(state, current_call())
+        self._stats.started(state, call)
         self._live.add(state)
         for output in entry.outputs:
             self._on_output(output)
         return generation
 
-    async def take_in(self, request: GenerateRequest, timeout_s: float) -> None:
-        """Send a request of another server to the scheduler; return once it is computed here.
+    async def take_in(self, request: GenerateRequest, timeout_s: float) -> IncomingRequest | None:
+        """Send a request of another server to the scheduler; return it once it is computed here and waits for a reader.
+
+        The result is None for a prefix, which has ended.
 
         Raises:
             RequestError: it is refused, its KV does not arrive, or `timeout_s` seconds have passed.
@@ -275,8 +278,9 @@ class EngineClient:
         if entry.failure is not None:
             raise entry.failure.error()
         if entry.has_ended:
-            return
+            return None
         self.incoming.wait_for_reader(entry)
+        return entry
 
     def find_one(self, name: str) -> RequestState | None:
         """Return the live sequence whose client id is `name`; None without one, or with several."""

@@ -50,6 +50,8 @@ class IncomingRequest:
     """True: it has ended without a token, as a prefix does."""
     is_attached: bool = False
     timer: asyncio.TimerHandle | None = None
+    held: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+    """What is closed once the request has a reader or has ended, such as its place in the drain gate."""
 
     @property
     def repeats_token(self) -> bool:
@@ -120,6 +122,7 @@ class IncomingRequests:
         entry = self._requests.pop(rid, None)
         if entry is None:
             return
+        entry.held.close()
         if entry.timer is not None:
             entry.timer.cancel()
         if not entry.has_ended and not any(output.finish is not None for output in entry.outputs):
@@ -163,12 +166,14 @@ class IncomingRequests:
             message = f"{field}: the reader has {num_tokens} output tokens, and the request had {known.num_tokens}"
             raise RequestError(message, field="pdserve_resume.token_ids")
         entry = self.attach(rid, field)
+        entry.held.close()
         del self._requests[rid]
         return entry
 
     async def read(self, entry: IncomingRequest) -> Outputs:
         """Yield the outputs of an attached request to its end. A reader that leaves early ends the request."""
         rid = entry.request.rid
+        entry.held.close()
         try:
             while True:
                 while entry.outputs:

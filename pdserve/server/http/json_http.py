@@ -246,8 +246,8 @@ async def collect(generation: Generation, count: int, before: GenerationUpdate |
 
 
 async def first_event(events: AsyncGenerator[bytes, None]) -> bytes:
-    """Return the first of `events`, or raise its error."""
-    return await anext(events)
+    """Return the first of `events`, or raise its error; empty where there is none, as behind the last event."""
+    return await anext(events, b"")
 
 
 async def stream_response(

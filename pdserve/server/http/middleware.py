@@ -24,6 +24,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from urllib.parse import quote
 
 from fastapi import FastAPI
 from fastapi.responses import Response
@@ -40,6 +41,7 @@ from pdserve.http.access import (
     NO_SNIFF,
     NO_STORE,
     RESTORE_PATH,
+    WEIGHT_VERSION_HEADER,
     AccessRules,
     BodyHold,
     Cors,
@@ -48,7 +50,7 @@ from pdserve.http.access import (
     framing_refusal,
 )
 from pdserve.http.credentials import authorization_of
-from pdserve.http.error_forms import ANTHROPIC_REQUEST_ID, CONVERTED_PATHS, converted_error
+from pdserve.http.error_forms import ANTHROPIC_REQUEST_ID, converted_error, is_converted
 from pdserve.http.errors import HttpRefusal
 from pdserve.http.page_files import is_page_path
 from pdserve.http.session_proof import CHALLENGE_PATH
@@ -191,13 +193,14 @@ def _counted(receive: Receive, hold: BodyHold) -> Receive:
 
 
 REQUEST_ID_HEADER = b"x-request-id"
+_PRINTABLE = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 CLIENT_OF_SCOPE = "pdserve.client"
 """Key in the ASGI scope of the client's name; set by `AccessMiddleware`."""
 MAX_REQUEST_ID_BYTES = 256
 """Longer request ids are cut to this length."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class HttpCall:
     """One HTTP call. `arrived_at` is Unix time in seconds, `arrived_s` is monotonic time in seconds.
 
@@ -213,6 +216,8 @@ class HttpCall:
     client: str = ""
     """The client, as `AccessRules.client` names it."""
     routing_key: str | None = None
+    weight_version: str | None = None
+    """Name of the version of the weights that compute the call; None before the first output. `Generation` sets it."""
 
     @property
     def traceparent(self) -> str | None:
@@ -232,7 +237,10 @@ def current_call() -> HttpCall | None:
 
 
 class CallMiddleware:
-    """ASGI middleware: records each generating call. `open_span`: opens a span per call; None: no tracing."""
+    """ASGI middleware: records each generating call, and names the version of the weights in a header of its response.
+
+    `open_span`: opens a span per call; None: no tracing.
+    """
 
     def __init__(self, app: ASGIApp, open_span: OpenSpan | None) -> None:
         self._app = app
@@ -257,11 +265,21 @@ class CallMiddleware:
             await self._run(_arrived(scope, span), scope, receive, watched)
 
     async def _run(self, call: HttpCall, scope: Scope, receive: Receive, send: Send) -> None:
+        async def versioned(message: Message) -> None:
+            if message["type"] == "http.response.start" and call.weight_version:
+                MutableHeaders(scope=message)[WEIGHT_VERSION_HEADER] = header_text(call.weight_version)
+            await send(message)
+
         token = _CURRENT.set(call)
         try:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, versioned)
         finally:
             _CURRENT.reset(token)
+
+
+def header_text(text: str) -> str:
+    """Return `text` as the value of a header: other than printable ASCII, and `%`, are percent-encoded as UTF-8."""
+    return quote(text, safe=_PRINTABLE)
 
 
 def request_id_of(scope: Scope) -> str | None:
@@ -286,7 +304,7 @@ class ErrorFormMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if scope["type"] != "http" or scope["path"] not in CONVERTED_PATHS:
+        if scope["type"] != "http" or not is_converted(scope["path"]):
             await self._app(scope, receive, send)
             return
         request_id = current_request_id() or ""

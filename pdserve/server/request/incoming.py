@@ -7,11 +7,15 @@ body could.
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
+
 from pdserve.config.groups import GrammarConfig
 from pdserve.errors import RequestError
 from pdserve.protocol.messages import MAX_ROOM, GenerateRequest, RoomAddress
-from pdserve.protocol.sampling import CoreSamplingParams, validate_sampling
-from pdserve.server.request.custom_params import ANY_TEXT
+from pdserve.protocol.sampling import TOP_K_ALL, CoreSamplingParams, validate_sampling
+from pdserve.server.request.custom_params import ANY_TEXT, MAX_PARAMS_BYTES
 from pdserve.server.request.intake import MAX_NATIVE_TOP_LOGPROBS, MAX_RID_CHARS, MAX_SALT_CHARS, check_token_ids
 from pdserve.server.request.sampling_fields import RequestLimits
 
@@ -56,6 +60,10 @@ def _check_sampling(request: GenerateRequest, limits: RequestLimits) -> None:
         validate_sampling(sampling, limits.vocab_size)
     except RequestError as error:
         raise error.renamed(f"request.sampling: {error.message}", f"request.sampling.{error.field}") from error
+    if sampling.top_k > TOP_K_ALL:
+        raise _bad("sampling.top_k", f"must be at most {TOP_K_ALL}, got {sampling.top_k}")
+    if sampling.processor is not None:
+        _check_params(sampling.processor.params)
     if sampling.seed is not None and not 0 <= sampling.seed < 1 << 63:
         raise _bad("sampling.seed", "must have 63 bits")
     if num_prior >= max(1, sampling.max_new_tokens):
@@ -75,6 +83,17 @@ def _check_budget(sampling: CoreSamplingParams, limits: RequestLimits) -> None:
         check_token_ids(thinking.closing_ids, limits.vocab_size, "request.sampling.thinking.closing_ids")
     if sampling.grammar is None and (thinking is not None or sampling.processor is not None):
         raise _bad("sampling.grammar", "is missing beside thinking or processor")
+
+
+def _check_params(params: str) -> None:
+    """Check the parameters of a logit processor."""
+    field = "sampling.processor.params"
+    if len(params) > MAX_PARAMS_BYTES:
+        raise _bad(field, f"has {len(params)} characters; the maximum is {MAX_PARAMS_BYTES}")
+    try:
+        msgspec.json.decode(params, type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise _bad(field, f"must be a JSON object: {error}") from error
 
 
 def _check_logprobs(request: GenerateRequest, limits: RequestLimits) -> None:

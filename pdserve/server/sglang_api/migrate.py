@@ -13,6 +13,7 @@ Where a step before the commit fails, the request goes on at S, and D ends its c
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections.abc import AsyncGenerator
@@ -146,8 +147,11 @@ class Migrations:
         if spec.lora is not None and spec.lora not in context.adapters:
             raise context.no_such_model(spec.lora, field="lora_path")
         self._gate.require_open()
-        with self._gate.call():
-            await context.client.take_in(spec, body.timeout_s)
+        with contextlib.ExitStack() as held:
+            held.enter_context(self._gate.call())
+            entry = await context.client.take_in(spec, body.timeout_s)
+            if entry is not None and spec.rid in context.client.incoming:  # a drain waits for it without a reader too
+                entry.held = held.pop_all()
         return json_response({"success": True, "rid": spec.rid})
 
     def _check_recomputed(self, body: TakeInBody) -> None:

@@ -36,7 +36,7 @@ from pdserve.server.request.weights_bodies import (
     WeightsFromTensorBody,
     WeightsGroupBody,
 )
-from pdserve.server.sglang_api.weights import REPLY_S, Preparation, run_update, take_prepared
+from pdserve.server.sglang_api.weights import REPLY_S, Preparation, check_begun, named_field, run_update, take_prepared
 
 SHARED_MEMORY = Path("/dev/shm")
 _OBJECT_NAME = re.compile(r"/?[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
@@ -53,14 +53,14 @@ _SLACK_BYTES = 1 << 30
 
 async def update_weights_from_tensor(context: ServerContext, request: Request) -> Response:
     """Replace tensors by those in the body, or in shared memory; 400 when they do not fit, and nothing changes."""
-    given = await read_json_object(request, context.max_body_bytes)
-    if "serialized_named_tensors" in given:
+    raw = await read_json_object(request, context.max_body_bytes)
+    if "serialized_named_tensors" in raw:
         raise RequestError(
             "serialized_named_tensors is a pickled object, which is never read; send safetensors bytes in `tensors` "
             "(base64), or name shared-memory objects in `shared_memory`",
             field="serialized_named_tensors",
         )
-    body = convert(given, WeightsFromTensorBody)
+    body = convert(raw, WeightsFromTensorBody)
     _check_load_format(context, body.load_format)
     texts, names = _listed(body.tensors, "tensors"), _listed(body.shared_memory, "shared_memory")
     if bool(texts) is bool(names):
@@ -74,9 +74,11 @@ async def update_weights_from_tensor(context: ServerContext, request: Request) -
     with contextlib.ExitStack() as stack:
         if texts:
             files = await asyncio.to_thread(_write_files, stack, texts)
+            given = tuple(f"entry {number}" for number in range(len(texts)))
         else:
             most_bytes = _most_bytes(context)
             files = [_object_path(name, most_bytes) for name in names]
+            given = tuple(map(repr, names))
         may_be_prepared = body.prepare_only or context.changing_weights.prepared is not None
         if texts:
             key: object = await asyncio.to_thread(_key, texts)
@@ -86,7 +88,11 @@ async def update_weights_from_tensor(context: ServerContext, request: Request) -
             key = object()  # equal to no other: the objects are not read twice
         return await run_update(
             context,
-            Preparation(key, lambda i: PrepareTensors(query_id=i, files=tuple(files))),
+            Preparation(
+                key,
+                lambda i: PrepareTensors(query_id=i, files=tuple(files), names=given),
+                "tensors" if texts else "shared_memory",
+            ),
             body,
             prepare_only=body.prepare_only,
         )
@@ -100,7 +106,9 @@ async def update_weights_from_distributed(context: ServerContext, request: Reque
     group = _group_name(body.group_name)
     return await run_update(
         context,
-        Preparation(object(), lambda i: PrepareTensors(query_id=i, group=group, sent=sent)),
+        Preparation(
+            object(), lambda i: PrepareTensors(query_id=i, group=group, sent=sent), "names", fields=("group_name",)
+        ),
         body,
     )
 
@@ -151,8 +159,9 @@ async def _group_command(context: ServerContext, make: Any, timeout_s: float, do
     async with change.lock:
         take_prepared(change)  # the engine drops it
         reply = await context.client.command(make, timeout_s)
+    check_begun(reply)
     if not reply.ok:
-        field = next((each for each in _GROUP_FIELDS if f"{each}: " in reply.message), None)
+        field = named_field(reply.message, _GROUP_FIELDS)
         error = error_object(reply.message, 400, param=field, code="weights_group")
         return json_response({**error, "success": False, "message": reply.message}, status=400)
     return json_response({"success": True, "message": done})

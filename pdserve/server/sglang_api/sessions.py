@@ -32,7 +32,7 @@ async def open_session(context: ServerContext, request: Request) -> Response:
     """
     body = convert(await read_json_object(request, context.max_body_bytes), OpenSessionBody)
     store = _store(context, "session_id")
-    return json_response(store.open(body, _owner(context, request), context.client.abort))
+    return json_response(store.open(body, _owner(context, request), lambda node: context.client.abort(node.rid)))
 
 
 async def close_session(context: ServerContext, request: Request) -> Response:

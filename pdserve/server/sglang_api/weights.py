@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -20,6 +20,7 @@ from fastapi.responses import Response
 from pdserve.config.validate import wrong_version
 from pdserve.errors import RequestError
 from pdserve.http.errors import error_object
+from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import CommandReply, PauseGeneration
 from pdserve.protocol.weights import EndWeightsUpdate, HoldRequests, InstallWeights, PrepareWeights, WeightsCommand
 from pdserve.server.context import ServerContext, WeightsChange
@@ -27,6 +28,8 @@ from pdserve.server.http.json_http import convert, json_response, read_json_obje
 from pdserve.server.request.weights_bodies import WeightsFromDiskBody, WeightsUpdateBody, WeightVersionBody
 from pdserve.server.sglang_api.commands import COMMAND_TIMEOUT_S
 
+CODE = "weights"
+"""Code of errors about weights that cannot be used."""
 LOAD_TIMEOUT_S = 3600.0
 """Seconds for all ranks to load."""
 DRAIN_S = 300.0
@@ -40,10 +43,15 @@ PREPARED_S = 600.0
 
 @dataclasses.dataclass(frozen=True)
 class Preparation:
-    """`make` makes the command that prepares weights, from a query id. Equal `key`: the same weights."""
+    """`make` makes the command that prepares weights, from a query id. Equal `key`: the same weights.
+
+    `field`: of the body; where an error names one of `fields` instead, it is that one.
+    """
 
     key: object
     make: Callable[[str], WeightsCommand]
+    field: str
+    fields: Sequence[str] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +81,7 @@ async def update_weights_from_disk(context: ServerContext, request: Request) -> 
         Preparation(
             (body.model_path, load_format),
             lambda i: PrepareWeights(query_id=i, model_path=body.model_path, load_format=load_format),
+            "model_path",
         ),
         body,
         prepare_only=body.prepare_only,
@@ -87,7 +96,7 @@ async def update_weight_version(context: ServerContext, request: Request) -> Res
     if answer.ok:
         message = f"Weight version updated to {body.new_version}"
         return json_response({"success": True, "message": message, "new_version": body.new_version})
-    return _failed(answer.message)
+    return _failed(answer)
 
 
 async def run_update(
@@ -116,7 +125,7 @@ async def run_update(
     update = _Update(preparation, version, body.abort_all_requests, drain_s, body.keep_pause, prepare_only)
     answer = await _shielded(context, update)
     if not answer.ok:
-        return _failed(answer.message)
+        return _failed(answer)
     message = "Model weights are prepared." if prepare_only else "Succeeded to update model weights."
     fields = {"success": True, "message": message, "num_paused_requests": 0}
     return json_response({**fields, "weight_version": context.weight_version})
@@ -144,8 +153,9 @@ async def _update(context: ServerContext, update: _Update) -> CommandReply:
                 await client.command(lambda i: EndWeightsUpdate(query_id=i), REPLY_S)
             if preparation is not None and (prepared is None or prepared != preparation.key):
                 reply = await client.command(preparation.make, LOAD_TIMEOUT_S)
+                check_begun(reply)
                 if not reply.ok:
-                    return reply
+                    return _with_field(reply, preparation)
             if preparation is not None and update.prepare_only:
                 keeps = True
                 change.prepared = preparation.key
@@ -163,6 +173,12 @@ async def _update(context: ServerContext, update: _Update) -> CommandReply:
         finally:
             if not keeps:
                 await client.command(lambda i: EndWeightsUpdate(query_id=i), REPLY_S)
+
+
+def check_begun(reply: CommandReply) -> None:
+    """Raise RequestError, 409, if the engine has not begun a preparation: it still ends one that was given up."""
+    if reply.is_final:
+        raise RequestError(reply.message, status=409, code="weights_busy")
 
 
 def take_prepared(change: WeightsChange) -> object:
@@ -202,6 +218,20 @@ def _keep(change: WeightsChange, work: Coroutine[None, None, CommandReply]) -> a
     return task
 
 
-def _failed(message: str) -> Response:
-    fields = {"success": False, "message": message, "num_paused_requests": 0}
-    return json_response({**error_object(message, 400, code="weights"), **fields}, status=400)
+def _with_field(reply: CommandReply, preparation: Preparation) -> CommandReply:
+    """Return the reply of weights that cannot be used, with the field of the body that names them."""
+    field = named_field(reply.message, preparation.fields) or preparation.field
+    message = reply.message if f"{field}: " in reply.message else f"{field}: {reply.message}"
+    failure = Failure(code=CODE, message=message, status=400, field=field)
+    return msgspec.structs.replace(reply, message=message, failure=failure)
+
+
+def named_field(message: str, fields: Sequence[str]) -> str | None:
+    """Return the field of a body that an error of the engine names; None: none of `fields`."""
+    return next((field for field in fields if f"{field}: " in message), None)
+
+
+def _failed(reply: CommandReply) -> Response:
+    field = None if reply.failure is None or not isinstance(reply.failure.field, str) else reply.failure.field
+    fields = {"success": False, "message": reply.message, "num_paused_requests": 0}
+    return json_response({**error_object(reply.message, 400, param=field, code=CODE), **fields}, status=400)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from pdserve.bench import client as client_module
 from pdserve.bench.client import BenchClient, BenchRecord, BenchTarget, EventReader, backend_of
 from pdserve.bench.load import arrival_times, run_load, single
 from pdserve.bench.metrics import Slo, detailed, percentile, summarize
@@ -85,6 +87,7 @@ async def test_generate_has_its_whole_text_in_each_event() -> None:
         ([(0.0, piece("a") + event({"error": {"message": "decode died"}}))], "error_event", "decode died"),
         ([(0.0, piece("a"))], "truncated", "without [DONE]"),
         ([(0.0, b"data: {nonsense\n\n")], "invalid_answer", "JSONDecodeError"),
+        ([(0.0, event(None))], "invalid_answer", "no event with a choice"),
         ([(0.0, event({"meta_info": {"finish_reason": {"type": "abort", "message": "out of memory"}}}) + event(None))],
          "error_event", "out of memory"),
     ],
@@ -92,6 +95,75 @@ async def test_generate_has_its_whole_text_in_each_event() -> None:
 async def test_errors_have_kinds(answer: Any, kind: str, told: str) -> None:
     record = await ask(FakeService(lambda body, path: answer))
     assert record.error_kind == kind and told in record.error
+
+
+async def test_a_failed_request_is_in_flight_until_it_fails() -> None:
+    clock = SteppedClock()
+    writes = [(0.1, piece("a")), (0.3, event({"error": {"message": "decode died"}}))]
+    record = await ask(FakeService(lambda body, path: writes, clock), clock)
+    assert record.error_kind == "error_event" and record.end_s == pytest.approx(0.4)
+    beside = BenchRecord(start_s=record.start_s + 0.3, end_s=0.2, error_kind="timeout")
+    assert summarize([record, beside], 1.0)["max_concurrent_requests"] == 2
+
+
+async def test_tokens_without_text_have_the_times_of_their_events() -> None:
+    clock = SteppedClock()
+    writes = [(0.1, piece("")), (0.2, piece("")), (0.4, piece("")), (0.0, usage(3, 4))]
+    record = await ask(FakeService(lambda body, path: writes, clock), clock)
+    assert record.error_kind is None and record.output_tokens == 4
+    assert record.ttft_s == pytest.approx(0.1) and record.itls_s == pytest.approx([0.2, 0.4])
+    assert record.tpot_s == pytest.approx((0.7 - 0.1) / 3), "as vllm bench serve counts them"
+
+
+async def test_usage_without_a_number_of_tokens_leaves_the_events() -> None:
+    writes = [(0.0, piece("a") + piece("b") + event({"choices": [], "usage": {"prompt_tokens": 7}}) + event(None))]
+    record = await ask(FakeService(lambda body, path: writes))
+    assert (record.prompt_tokens, record.output_tokens, record.counted_by) == (7, 2, "events")
+
+
+async def test_the_end_may_lack_its_newlines() -> None:
+    record = await ask(FakeService(lambda body, path: [(0.0, piece("a") + b"data: [DONE]")]))
+    assert record.error_kind is None and record.text == "a"
+
+
+async def test_requests_share_a_connection() -> None:
+    """The end of the answer comes in a packet of its own, after the client has read `[DONE]`."""
+    connections = set()
+
+    class Counting(FakeService):
+        async def handle(self, request: web.Request) -> web.StreamResponse:
+            connections.add(request.transport)
+            return await super().handle(request)
+
+    clock = SteppedClock()
+    async with serving(Counting(lambda body, path: [(0.1, piece("a") + event(None))], clock)) as service:
+        async with BenchClient(BenchTarget(base_url=service.url), clock) as client:
+            records = [await client.send([11], 1) for _ in range(3)]
+    assert [record.error_kind for record in records] == [None] * 3 and len(connections) == 1
+
+
+async def test_an_answer_whose_connection_does_not_end_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "DRAIN_S", 0.01)
+    over = asyncio.Event()
+
+    class Open(FakeService):
+        async def handle(self, request: web.Request) -> web.StreamResponse:
+            response = await super().handle(request)
+            await over.wait()
+            return response
+
+    async with serving(Open(lambda body, path: [(0.0, piece("a") + event(None))])) as service:
+        async with BenchClient(BenchTarget(base_url=service.url)) as client:
+            record = await client.send([11], 1)
+        over.set()
+    assert record.whole and record.text == "a"
+
+
+async def test_a_prompt_that_json_cannot_have_is_told() -> None:
+    async with BenchClient(BenchTarget(base_url="http://a")) as client:
+        with pytest.raises(ConfigError, match="cannot be sent as JSON") as raised:
+            await client.send("\ud800", 1)
+    assert raised.value.field == "prompt"
 
 
 async def test_a_service_that_is_gone_is_an_error_of_the_request() -> None:

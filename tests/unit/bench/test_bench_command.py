@@ -61,6 +61,28 @@ async def test_a_run_has_the_fields_of_vllm(endpoint: str, tmp_path: Path, capsy
     assert "secret-7" not in text + out.read_text()
 
 
+async def test_a_password_in_the_address_is_in_no_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with serving(FakeService(plain)) as one, serving(FakeService(plain)) as other:
+        for service in (one, other):
+            service.url = service.url.replace("http://", "http://user:secret-9@")
+        out = tmp_path / "out.json"
+        words = ["--compare", other.url, "--num-prompts", "1", "--output-json", str(out)]
+        await run(one, *words, "--output-html", str(tmp_path / "out.html"))
+        assert len(one.bodies) == len(other.bodies) == 2
+        with pytest.raises(ConfigError) as raised:
+            parsed("--base-url", "ftp://user:secret-9@a")
+    told = capsys.readouterr()
+    written = out.read_text() + (tmp_path / "out.html").read_text()
+    assert "127.0.0.1" in written and "secret-9" not in written + told.out + told.err + str(raised.value)
+
+
+async def test_warm_ups_are_single_requests() -> None:
+    async with serving(FakeService(plain)) as service:
+        words = ["--dataset-name", "conversations", "--conversation-turns", "4", "--num-prompts", "4"]
+        await run(service, *words, "--num-warmups", "2", "--random-input-len", "4", "--random-output-len", "2")
+        assert len(service.bodies) == 2 + 4
+
+
 async def test_a_sweep_has_a_run_for_each_rate_and_concurrency(capsys: pytest.CaptureFixture[str]) -> None:
     async with serving(FakeService(plain)) as service:
         words = [

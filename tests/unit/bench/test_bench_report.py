@@ -102,6 +102,21 @@ def test_one_load_has_distributions_and_its_course() -> None:
     assert titles[-2:] == ["Output tokens over time", "Requests in flight over time"]
 
 
+def test_loads_without_two_numbers_have_the_charts_of_single_runs() -> None:
+    charts = {chart.title: chart.svg for chart in charts_of([result("a", 2.0, 0.1), result("a", "inf", 0.2)])}
+    found = charts["Time to first token: share of requests"]
+    assert {"a, 2 requests/s", "a, all at once"} <= set(texts(found))
+    *_, first, second = curves(found)
+    assert len(first) == len(second) == 101
+
+
+def test_a_sweep_takes_results_without_its_field() -> None:
+    older = result("old", "inf", 0.1)
+    newer = [result("new", "inf", 0.1) | {"background_concurrency": number} for number in (0, 1)]
+    chart = next(chart.svg for chart in charts_of([older, *newer]) if chart.title == "Output throughput")
+    assert "new" in texts(chart) and "old" not in texts(chart)
+
+
 def test_the_course_counts_tokens_and_requests_in_flight() -> None:
     found = timeline([record(0.0, 1.0, 1.0), record(2.0, 1.0, 1.0)], 6.0)
     assert found["bucket_s"] == pytest.approx(0.1) and sum(found["output_tokens"]) == 8

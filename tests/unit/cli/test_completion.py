@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from pdserve.cli.completion import SHELLS
+from pdserve.cli.completion import COMPARE, SHELLS
 from pdserve.cli.help_pages import COMMANDS
 from pdserve.cli.main import main, parser_of
 
@@ -42,6 +42,16 @@ def scripts() -> dict[str, str]:
         (["pdserve", "local", "m", "--keep"], {"--keep-going"}),
         (["pdserve", "router", "--pd"], {"--pd-disaggregation"}),
         (["pdserve", "completion", "z"], {"zsh"}),
+        (["pdserve", "bench", ""], {"compare"}),
+        (["pdserve", "bench", "compare", "--output-s"], {"--output-svg"}),
+        (["pdserve", "bench", "compare", "a.json", "--duration"], {""}),
+        (["pdserve", "bench", "--dura"], {"--duration"}),
+        (["pdserve", "bench", "--backend", "sg"], {"sglang"}),
+        (["pdserve", "help", "rou"], {"router"}),
+        (["pdserve", "help", "bench", ""], {"compare"}),
+        (["pdserve", "vers"], {"version"}),
+        (["pdserve", "serve", "m", "--disaggregation-mode", "=", "pre"], {"prefill"}),
+        (["pdserve", "serve", "m", "--disaggregation-mode", "="], {"null", "prefill", "decode"}),
         (["pdserve", "serve", "m", "--no-such"], {""}),
     ],
 )
@@ -57,8 +67,8 @@ def test_bash_completes_commands_flags_and_values(
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_every_command_and_flag_is_in_the_script(scripts: dict[str, str], shell: str) -> None:
-    for command in COMMANDS:
-        assert command in scripts[shell]
+    for command in (*COMMANDS, COMPARE):
+        assert command.split()[-1] in scripts[shell]
         for action in parser_of(command)._actions:
             for name in action.option_strings:
                 short, long = f" -s {name[1:]} ", f" -l {name[2:]} "

@@ -233,6 +233,21 @@ def test_a_wrong_command_line_is_refused_by_its_field(flags: list[str], told: st
     assert told in str(refused.value)
 
 
+def test_a_password_in_the_address_is_sent_and_not_told(
+    service: FleetService, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.keys = ("Basic dXNlcjpzZWNyZXQtOQ==",)
+    url = service.url.replace("http://", "http://user:secret-9@")
+    for keys, read in ((service.keys, True), (("another",), False)):
+        service.keys = keys
+        main([url, "--json"])
+        told = capsys.readouterr().out
+        assert bool(json.loads(told)["servers"]) is read and "secret-9" not in told
+    with pytest.raises(ConfigError) as refused:
+        main(["ftp://user:secret-9@a"])
+    assert "secret-9" not in str(refused.value)
+
+
 def test_a_certificate_that_is_not_trusted_is_told(
     service: FleetService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,7 +21,7 @@ from rich.console import Console
 from pdserve.cli import fleet
 from pdserve.cli.fleet import FleetClient
 from pdserve.cli.top import COLUMNS, TopView, main, rows_of
-from pdserve.errors import RequestError
+from pdserve.errors import ConfigError, RequestError
 from tests.fleet_service import FleetService
 
 
@@ -54,6 +54,13 @@ def test_once_prints_a_table_without_a_terminal(service: FleetService, capsys: p
     assert decode[:2] == ["decode", service.decode]
     assert decode[7] == "123"
     assert "1.25 GB/s, 2 in flight, 3.00 GB in 7 transfers, 1 failed" in "\n".join(lines)
+
+
+@pytest.mark.parametrize("interval", ["0.1", "nan", "inf", "1e12"])
+def test_an_interval_that_no_timer_has_is_refused(interval: str) -> None:
+    with pytest.raises(ConfigError, match="--interval") as refused:
+        main(["http://127.0.0.1:1", "--interval", interval])
+    assert refused.value.field == "interval"
 
 
 def test_a_server_alone_has_one_row(service: FleetService, capsys: pytest.CaptureFixture[str]) -> None:

@@ -123,7 +123,9 @@ def test_prefill_s_stages_are_its_own_on_prefill_and_its_peers_on_decode() -> No
 
 WITHOUT_EFFECT = (
     "--enable-mixed-chunk --disaggregation-decode-polling-interval 2 --nccl-port 29500 --decode-log-interval 40 "
-    "--enable-request-time-stats-logging --enable-dynamic-chunking --optimistic-prefill-attempts 3"
+    "--enable-request-time-stats-logging --enable-dynamic-chunking --optimistic-prefill-attempts 3 "
+    "--hicache-io-backend kernel --hicache-mem-layout page_first --hicache-host-memory-mode cache "
+    "--hicache-storage-prefetch-retry-max-attempts 0 --hicache-storage-prefetch-retry-poll-interval 8"
 )
 
 

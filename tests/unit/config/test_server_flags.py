@@ -105,6 +105,26 @@ def test_any_words_give_a_configuration_or_a_config_error(words: list[str]) -> N
         assert str(outcome)
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "says"),
+    [
+        ("--hicache-host-memory-mode", "buffer_only", "not supported; host memory is always a tier"),
+        ("--hicache-host-memory-mode", "disk", "invalid choice"),
+        ("--hicache-io-backend", "copy", "invalid choice"),
+        ("--hicache-mem-layout", "rows", "invalid choice"),
+        ("--hicache-storage-prefetch-retry-max-attempts", "-1", "must be 0 to"),
+        ("--hicache-storage-prefetch-retry-poll-interval", "soon", "invalid int"),
+        ("--hicache-host-memory-fraction", "0", "must be above 0 and at most 1"),
+        ("--hicache-host-memory-fraction", "1.01", "must be above 0 and at most 1"),
+        ("--hicache-host-memory-fraction", "nan", "must be above 0 and at most 1"),
+    ],
+)
+def test_wrong_values_of_hicache_flags_are_named(flag: str, value: str, says: str) -> None:
+    """Those without effect, too."""
+    refused = refusal(*MODEL, "--enable-hierarchical-cache", flag, value)
+    assert says in str(refused) and refused.field == flag[2:].replace("-", "_")
+
+
 def test_the_host_pool_of_retracted_requests_is_that_of_the_host_tier() -> None:
     """SGLang's two names for it: they keep the KV cache of retracted requests in the same place here."""
     backup = ("--disaggregation-decode-retraction-backup", "host_pool")

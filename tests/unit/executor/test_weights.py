@@ -119,6 +119,25 @@ def test_tensors_replace_those_of_the_files(pair: tuple[Path, Path], tmp_path: P
     assert isinstance(error, ModelError) and "model.extra" in str(error)
 
 
+def test_the_digest_of_sent_tensors_covers_the_weights_that_stay(pair: tuple[Path, Path]) -> None:
+    """So servers that began with different weights share no stored pages behind equal updates."""
+    name = "model.norm.weight"
+    sent = {name: TensorInMemory(load_file(pair[0] / "model.safetensors")[name])}
+    digests = []
+    for path in pair:
+        weights = build(path, dtype="bfloat16").weights
+        assert weights is not None
+        config = weights._wanted.config
+        storage = dataclasses.replace(config.storage, hicache_storage_backend="file")
+        weights._wanted = dataclasses.replace(weights._wanted, config=dataclasses.replace(config, storage=storage))
+        for _ in range(2):
+            prepared = weights.prepare(dataclasses.replace(weights.source, read_tensors=lambda: sent)).result(60)
+            assert prepared is not None
+            weights.install(prepared)
+            digests.append(weights.digest)
+    assert len(set(digests)) == 4 and all(digests)
+
+
 def test_a_second_copy_needs_memory(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     weights = build(pair[0], dtype="bfloat16").weights
     assert weights is not None

@@ -102,7 +102,7 @@ def test_single_tensors_are_replaced_and_the_others_stay(tmp_path: Path) -> None
     assert weights is not None
     for half in (names[::2], names[1::2]):
         save_file({name: tensors[name] for name in half}, tmp_path / "half")
-        source = dataclasses.replace(weights.source, read_tensors=lambda: tensors_in(str(tmp_path / "half")))
+        source = dataclasses.replace(weights.source, read_tensors=lambda: tensors_in(str(tmp_path / "half"), "half"))
         prepared = weights.prepare(source).result(60)
         assert prepared is not None
         weights.install(prepared)
@@ -119,14 +119,14 @@ def test_tensors_that_do_not_fit_are_named_and_change_nothing(tmp_path: Path) ->
         ("model.norm.weight", torch.zeros(3), "model.norm.weight is \\[3\\], expected \\[64\\]"),
     ):
         save_file({name: tensor}, tmp_path / "file")
-        source = dataclasses.replace(weights.source, read_tensors=lambda: tensors_in(str(tmp_path / "file")))
+        source = dataclasses.replace(weights.source, read_tensors=lambda: tensors_in(str(tmp_path / "file"), "file"))
         with pytest.raises(ModelError, match=why):
             weights.prepare(source).result(60)
     assert driver.built.executor.weights_fingerprint == before
     packed = Driver(build(path, dtype="bfloat16", quantization="int8")).built.weights
     assert packed is not None
     save_file({"model.norm.weight": torch.zeros(64)}, tmp_path / "file")
-    source = dataclasses.replace(packed.source, read_tensors=lambda: tensors_in(str(tmp_path / "file")))
+    source = dataclasses.replace(packed.source, read_tensors=lambda: tensors_in(str(tmp_path / "file"), "file"))
     with pytest.raises(ModelError, match="tensors of all parameters must be sent"):
         packed.prepare(source).result(60)
 
@@ -135,15 +135,15 @@ def test_tensors_that_do_not_fit_are_named_and_change_nothing(tmp_path: Path) ->
 def test_a_file_that_ends_early_is_an_error(cut: int, tmp_path: Path) -> None:
     whole, file = tmp_path / "whole", tmp_path / "cut"
     save_file({"a": torch.arange(64.0)}, whole)
-    assert torch.equal(tensors_in(str(whole))["a"].read((slice(2, 5),)), torch.arange(2.0, 5.0))
+    assert torch.equal(tensors_in(str(whole), "whole")["a"].read((slice(2, 5),)), torch.arange(2.0, 5.0))
     file.write_bytes(whole.read_bytes()[:cut])
-    with pytest.raises(ModelError):
-        tensors_in(str(file))
-    opened = tensors_in(str(whole))["a"]
+    with pytest.raises(ModelError, match=r"^entry 3 is (cut short|not)|^entry 3: "):
+        tensors_in(str(file), "entry 3")
+    opened = tensors_in(str(whole), "whole")["a"]
     whole.write_bytes(b"")
     with pytest.raises(ModelError, match="cut short within the tensor a"):
         opened.read(None)
     link = tmp_path / "link"
     link.symlink_to(whole)
-    with pytest.raises(ModelError):
-        tensors_in(str(link))
+    with pytest.raises(ModelError, match=r"^entry 4 cannot be read: Too many levels of symbolic links$"):
+        tensors_in(str(link), "entry 4")

@@ -85,7 +85,7 @@ def test_cors_answers_preflight_requests_of_the_named_origins() -> None:
     assert cors.response_headers("http://here") == {
         "Vary": "Origin",
         "Access-Control-Allow-Origin": "http://here",
-        "Access-Control-Expose-Headers": "X-Request-Id",
+        "Access-Control-Expose-Headers": "X-Request-Id, X-Weight-Version",
     }
     assert cors.response_headers("http://there") == {"Vary": "Origin"} and cors.response_headers(None) == {}
     assert Cors(["*"], ("GET",)).response_headers("http://any")["Access-Control-Allow-Origin"] == "http://any"

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from pdserve.errors import EngineDeadError
 from pdserve.llm.api import one_each
-from pdserve.llm.embedding import PoolingParams
-from pdserve.llm.outputs import InvalidRequestError, OutputMaker
+from pdserve.llm.embedding import EmbeddingCalls, PoolingParams
+from pdserve.llm.outputs import (
+    BatchError,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    InvalidRequestError,
+    OutputMaker,
+)
 from pdserve.llm.prepare import GivenPrompt, as_conversations, as_prompts
 from pdserve.llm.sampling import SamplingParams
+from pdserve.protocol.hidden_states import Pooling
 from pdserve.protocol.messages import GenerateRequest, SpeculationStats
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.server.generation import GenerationUpdate
@@ -145,6 +154,42 @@ def test_pooling_params_are_a_dict_or_an_object() -> None:
         with pytest.raises(InvalidRequestError) as refused:
             PoolingParams.of(given)
         assert refused.value.field == field
+
+
+class Embedding(EmbeddingCalls):
+    """Has vectors of two numbers; the text "broken" fails."""
+
+    _pooling = Pooling(mode="last", normalize=True)  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self._check_alive = lambda: None
+        self.wheres: list[str] = []
+
+    def _embed(self, given: Sequence[GivenPrompt], *rest: Any) -> list[EmbeddingRequestOutput]:
+        self.wheres = [prompt.where for prompt in given]
+        outputs = [
+            EmbeddingRequestOutput(
+                request_id=str(number), prompt=None, prompt_token_ids=[number],
+                outputs=EmbeddingOutput([1.0, 0.0] if prompt.content == "a" else [0.6, 0.8]),
+            )
+            for number, prompt in enumerate(given)
+        ]  # fmt: skip
+        failed = [number for number, prompt in enumerate(given) if prompt.content == "broken"]
+        if failed:
+            kept = [None if number in failed else output for number, output in enumerate(outputs)]
+            raise BatchError(kept, {number: EngineDeadError(f"text {number}") for number in failed})
+        return outputs
+
+
+def test_scores_and_their_errors_are_those_of_the_pairs() -> None:
+    llm = Embedding()
+    scores = llm.score(["a", "b", "a"], ["b", "c", "a"])
+    assert [one.outputs.score for one in scores] == pytest.approx([0.6, 1.0, 1.0])
+    assert llm.wheres == ["data_1[0]", "data_1[1]", "data_2[1]"], "each text once, by its first place"
+    with pytest.raises(BatchError) as failed:
+        llm.score("a", ["b", "broken", "a", "broken"])
+    assert [None if one is None else one.request_id for one in failed.value.outputs] == ["0-1", None, "0-0", None]
+    assert {index: str(error) for index, error in failed.value.errors.items()} == {1: "text 2", 3: "text 2"}
 
 
 def test_as_many_parameters_as_prompts() -> None:

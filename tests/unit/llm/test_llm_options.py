@@ -60,7 +60,8 @@ def test_vllms_runner_means_an_embedding_model() -> None:
     for runner, expected in (("pooling", True), ("generate", False), ("auto", False)):
         (server,) = plan({**MODEL, "runner": runner}, None, {}, {}).servers
         assert server.config.embedding.is_embedding is expected
-    for given, pairs, field in (({"runner": "draft"}, None, "runner"), ({"runner": "pooling"}, (1, 1), "is_embedding")):
+    for given, pairs, field in (({"runner": "draft"}, None, "runner"), ({"runner": ["pooling"]}, None, "runner"),
+                                ({"runner": "pooling"}, (1, 1), "is_embedding")):  # fmt: skip
         with pytest.raises(ConfigError) as refused:
             plan({**MODEL, **given}, pairs, {}, {})
         assert refused.value.field == field

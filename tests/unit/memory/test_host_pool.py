@@ -125,6 +125,14 @@ def test_a_host_without_the_memory_for_the_slots_refuses_the_flag(by_size: bool,
         assert refused.value.field == field
 
 
+def test_a_host_tier_may_be_limited_to_a_share_of_the_free_memory() -> None:
+    slots = {TOKENS: 4}
+    needed = 4 * PLAIN.space_bytes(TOKENS)
+    check_host_memory([PLAIN], slots, by_size=False, available=2 * needed, fraction=0.5)
+    with pytest.raises(ConfigError, match="50% of it for the tier; lower --hicache-ratio"):
+        check_host_memory([PLAIN], slots, by_size=False, available=2 * needed - 2, fraction=0.5)
+
+
 def test_the_ranks_of_a_host_share_its_memory() -> None:
     layout, slots = hash_layout(4, num_heads=2), {TOKENS: 4}
     config = ServerConfig(parallel=ParallelConfig(tp_size=2, pp_size=2, nnodes=2, dp_size=1))

@@ -17,12 +17,19 @@ from pdserve.base.parallel import SINGLE
 from pdserve.config.storage_options import parse_storage_options
 from pdserve.errors import ConfigError
 from pdserve.memory.layout import PageSpace
-from pdserve.memory.tiers.breaker import FIRST_PAUSE_S, MOST_LIES, StorageBreaker, StorageBreakerState
+from pdserve.memory.tiers.breaker import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    MOST_LIES,
+    StorageBreaker,
+    StorageBreakerState,
+)
 from pdserve.memory.tiers.memory_store import MemoryStorage
 from pdserve.memory.tiers.prefix_ends import PageKey, PrefixEnds, token_keys
 from pdserve.memory.tiers.storage import Miss, ObjectId, StorageError, check, object_bytes, rank_parts, seal, shard_name
 from pdserve.memory.tiers.storage_client import MOST_KEYS, StorageClient, Transfer
 from pdserve.memory.tiers.storage_port import JobEnd, LocalStoragePort
+from pdserve.memory.tiers.storage_probe import MOST_REPEATS
 from tests.waiting import wait_until
 
 SIZE = 1000
@@ -167,13 +174,74 @@ def test_breaker_opens_probes_and_waits_longer() -> None:
         assert breaker.begin_probe() and not breaker.begin_probe()
         assert breaker.state is StorageBreakerState.HALF_OPEN and not breaker.allows
         breaker.begin("get")
-        breaker.fail("get", "away")
+        breaker.end_probe("get", "away")
         pause_s *= 2
     clock.now_s += pause_s
+    good_probe(breaker)
+    assert breaker.allows and breaker.num_opened == 1 and breaker.last_error == "away"
+
+
+def good_probe(breaker: StorageBreaker) -> None:
+    """Probe a store that answers."""
     assert breaker.begin_probe()
     breaker.begin("get")
-    breaker.succeed("get")
-    assert breaker.allows and breaker.num_opened == 1 and breaker.last_error == "away"
+    breaker.end_probe("get", None)
+    assert breaker.allows
+
+
+@pytest.mark.parametrize("kind", ["late", "lies", "slow", "failed"])
+def test_good_probes_do_not_shorten_the_pauses(kind: str) -> None:
+    """A store that answers probes and fails requests gets ever fewer of them; reads in time make up for that."""
+    clock = Clock()
+    breaker = StorageBreaker(2.0, now=clock)
+
+    def fail() -> None:
+        breaker.begin("put")
+        if kind == "late":
+            breaker.late()
+        clock.now_s += 3.0 if kind == "slow" else 0.25
+        if kind == "failed":
+            breaker.fail("put", "away")
+        else:
+            breaker.succeed("put")
+        for _ in range(MOST_LIES if kind == "lies" else 0):
+            breaker.read(found=False)
+
+    pauses = []
+    for _ in range(9):
+        pauses.append(breaker.next_pause_s)
+        fail()
+        assert not breaker.allows
+        clock.now_s += pauses[-1] - 0.5
+        assert not breaker.begin_probe()
+        clock.now_s += 0.5
+        good_probe(breaker)
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    for _ in range(3):
+        breaker.read(found=True)
+    assert breaker.next_pause_s == 7.5
+    clock.now_s += LONGEST_PAUSE_S
+    fail()
+    assert breaker.next_pause_s == 2 * FIRST_PAUSE_S, "it was used for long"
+
+
+def test_a_call_that_ends_or_fails_beside_a_probe() -> None:
+    """The end of a call on the other lane closes nothing; its failure keeps the breaker open."""
+    clock = Clock()
+    breaker = StorageBreaker(2.0, now=clock)
+    for error in (None, "away"):
+        breaker.begin("put")
+        breaker.late()
+        clock.now_s += breaker.next_pause_s / 2
+        assert breaker.begin_probe()
+        breaker.begin("get")
+        if error is None:
+            breaker.succeed("put")
+        else:
+            breaker.fail("put", error)
+        assert not breaker.allows
+        breaker.end_probe("get", None)
+        assert breaker.allows == (error is None)
 
 
 def test_breaker_is_open_while_a_call_is_stuck() -> None:
@@ -354,6 +422,14 @@ def test_a_store_that_forgets_results_has_failed(client: StorageClient, store: B
     assert "1 results for 3 objects" in client.breaker.last_error
 
 
+def test_results_that_are_no_booleans_end_no_thread(client: StorageClient, store: BadStore) -> None:
+    """Later jobs go on."""
+    store.put_from = lambda keys, buffers: [None, 1, "yes"]  # type: ignore[method-assign,list-item]
+    job = client.start_put(page_ids(3), views(3))
+    wait_until(lambda: job.is_done, "the pages are stored")
+    assert (job.num_done, client.counts.pages_written, client.counts.pages_refused) == (0, 2, 1)
+
+
 def test_store_that_is_away_is_probed(client: StorageClient, store: BadStore) -> None:
     """A failure opens the breaker; a probe that no request waits for closes it."""
     put(client, 2)
@@ -380,6 +456,118 @@ def test_no_byte_lands_after_cancel(client: StorageClient, store: BadStore) -> N
     store.gate.set()
     wait_until(lambda: job.is_done, "the call returns")
     assert not any(map(any, buffers))
+
+
+class SlowReads(MemoryStorage):
+    """A store that is quick to say what it has, and slow to give it, by a clock of the test."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock, self.read_s, self.num_reads = clock, 0.0, 0
+
+    def get_into(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
+        """See `Storage`."""
+        self.num_reads += 1
+        self.clock.now_s += self.read_s
+        return super().get_into(keys, buffers)
+
+
+@pytest.fixture
+def slow() -> Iterator[tuple[StorageClient, SlowReads]]:
+    """A client and a store on the clock of the test."""
+    store = SlowReads(Clock())
+    client = StorageClient(store, now=store.clock)
+    yield client, store
+    client.close()
+
+
+def give_up_late(client: StorageClient, store: SlowReads, deadline_s: float = 1.0) -> None:
+    """Read pages that come behind the deadline."""
+    read_s, store.read_s = store.read_s, 0.0
+    entered, gate = threading.Event(), threading.Event()
+    get_into = store.get_into
+
+    def held(keys: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
+        entered.set()
+        assert gate.wait(20)
+        return get_into(keys, buffers)
+
+    store.get_into = held  # type: ignore[method-assign]
+    job = client.start_get(page_ids(2), [memoryview(bytearray(SIZE)) for _ in range(2)])
+    assert entered.wait(20)
+    store.clock.now_s += deadline_s
+    client.give_up(job, late=True)
+    store.get_into = get_into  # type: ignore[method-assign]
+    store.read_s = read_s
+    gate.set()
+    wait_until(lambda: job.is_done, "the read has ended")
+
+
+def test_reads_that_are_late_are_paid_for_once(slow: tuple[StorageClient, SlowReads]) -> None:
+    """Probes repeat the read, so that the breaker stays open for ever longer pauses until it is quick enough."""
+    client, store = slow
+    put(client, 2)
+    store.read_s = 1.5
+    give_up_late(client, store)
+    for pause_s in (1, 2, 4, 8):
+        assert not client.breaker.allows and client.start_lookup(page_ids(2)).is_done
+        num_reads = store.num_reads
+        store.clock.now_s += pause_s
+        wait_until(lambda before=num_reads: store.num_reads > before, "the store is probed")
+        wait_until(lambda: client.breaker.state is StorageBreakerState.OPEN, "the probe has ended")
+        assert client.breaker.last_error == "the last read took 1.5 s again"
+    store.read_s = 0.5
+    store.clock.now_s += 16
+    wait_until(lambda: client.breaker.allows, "the breaker closes")
+    assert (client.breaker.num_opened, client.breaker.next_pause_s) == (1, 32)
+    assert fetch(client, 2)[0].num_done == 2
+    assert client.breaker.next_pause_s == 16
+
+
+def test_one_object_that_is_slow_does_not_end_the_store(slow: tuple[StorageClient, SlowReads]) -> None:
+    """After some probes another one asks whether the store answers at all."""
+    client, store = slow
+    put(client, 2)
+    store.read_s = 1.5
+    give_up_late(client, store)
+    num_reads, probed = store.num_reads, 0
+    while not client.breaker.allows:
+        assert probed <= MOST_REPEATS
+        store.clock.now_s += LONGEST_PAUSE_S
+        probed += 1
+        wait_until(lambda count=num_reads + probed: client.breaker.allows or store.num_reads >= count, "a probe")
+        wait_until(lambda: client.breaker.state is not StorageBreakerState.HALF_OPEN, "it has ended")
+    assert store.num_reads == num_reads + MOST_REPEATS
+
+
+def test_a_store_that_lies_on_costs_no_request(client: StorageClient, store: BadStore) -> None:
+    """The probe asks for what was not there, too."""
+    store.lies = True
+    for _ in range(MOST_LIES):
+        assert fetch(client, 2)[0].num_done == 0
+    error = "an object that was never stored"
+    wait_until(lambda: error in client.breaker.last_error, "the second probe finds the lie as well", 30)
+    assert not client.breaker.allows and client.breaker.num_opened == 1
+
+
+def test_reads_end_when_the_breaker_opens(client: StorageClient, store: BadStore) -> None:
+    """A request that waits for all of its pages does not wait for a store that is left alone. Puts go on."""
+    port = LocalStoragePort(client, rank_parts(SINGLE), lambda space, slot: memoryview(bytearray(SIZE)))
+    keys = token_keys([bytes([number]) * 32 for number in range(3)])
+    put(client, 1)
+    store.gate.clear()
+    store.entered.clear()
+    numbers = [port.get(bytes(32), keys, [0] * 3), port.look_up(bytes(32), keys)]
+    assert store.entered.wait(20)
+    written = port.put(bytes(32), keys, [0] * 3)
+    assert not port.poll()
+    client.breaker.late()
+    assert port.poll() == [JobEnd(number, 0) for number in numbers]
+    assert port.num_pending == 1
+    store.gate.set()
+    found: list[JobEnd] = []
+    wait_until(lambda: found.extend(port.poll()) or found, "the put has ended")
+    assert [one.number for one in found] == [written] and port.num_pending == 0
 
 
 def test_blocked_get_does_not_hold_up_puts(client: StorageClient, store: BadStore) -> None:

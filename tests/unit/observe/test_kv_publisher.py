@@ -203,6 +203,8 @@ def test_events_are_off(text: str) -> None:
     assert parse_kv_events(text) is None
     assert parse_kv_events(None) is None
     assert parse_kv_events('{"enable_kv_cache_events": true}') == KVEventsConfig()
+    for name in ("map", "default", "dynamo"):
+        assert parse_kv_events(f'{{"publisher": "zmq", "format": "{name}"}}') == KVEventsConfig()
 
 
 @pytest.mark.parametrize(
@@ -223,7 +225,7 @@ def test_events_are_off(text: str) -> None:
         ('"hwm": true', "hwm is True, but"),
         ('"max_queue_size": 1.5', "max_queue_size is 1.5, but"),
         ('"topic": 3', "topic must be a text"),
-        ('"format": "dynamo"', "format is 'dynamo', but must be 'map'"),
+        ('"format": "json"', "format is 'json', but must be 'map'"),
     ],
 )
 def test_wrong_values_are_refused_by_the_name_of_the_field(fields: str, says: str) -> None:

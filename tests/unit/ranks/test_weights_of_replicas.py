@@ -104,6 +104,20 @@ def test_no_replica_takes_weights_that_another_has_not(how: str) -> None:
             assert one.loader.num_installed == 0
 
 
+def test_a_refusal_ends_the_load_that_another_replica_has_begun() -> None:
+    """Also where its other loads and refusals come in between."""
+    with leaders(3) as met:
+        first, second, third = begin(met[:1])[0], Leader(met[1], 1), Leader(met[2], 2)
+        third.weights.refuse("q", "other weights are being loaded")
+        for query_id in ("p", "r"):
+            second.weights.refuse(query_id, "not this one")
+        first.loader.end({"w": {0: 1.0}})
+        wait_until(first.is_loaded, "the load has ended")
+        assert first.end == "other weights are being loaded"
+        first.weights.install(None)
+        assert first.loader.num_installed == 0
+
+
 def test_an_update_that_has_ended_waits_for_no_other_replica() -> None:
     with leaders(2) as met:
         first, _ = begin(met)

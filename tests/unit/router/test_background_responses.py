@@ -255,6 +255,38 @@ def test_events_that_fill_the_store_are_dropped_and_the_response_stays(run_world
     run_world(scenario)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_body_that_is_nested_too_deeply_or_too_large_holds_nothing(run_world: RunWorld, stream: bool) -> None:
+    async def scenario(world: Any) -> None:
+        worker = await world.worker("w", Worker())
+        limits = ResponseStoreConfig(response_store_mb=1)
+        access = RouterAccessConfig(max_concurrent_requests_per_client=1)
+        async with world.router([], [worker], responses=limits, access=access) as url:
+            head = b'{"input": "x", "background": true, "stream": ' + (b"true" if stream else b"false")
+            for more, status, text in (
+                (b'"metadata": {"a": ' + b"[" * 300 + b"]" * 300 + b"}", 400, "nested too deeply"),
+                (b'"instructions": "' + b"x" * (1 << 20) + b'"', 503, "fill --response-store-mb"),
+            ):
+                async with world.session.post(
+                    url + PATH, data=head + b", " + more + b"}", headers={"Content-Type": "application/json"}
+                ) as answer:
+                    assert answer.status == status and text in await answer.text()
+            router = world.app[ROUTER]
+            assert len(router._responses.background) == 0 and await router._drain.empty(0.0)
+            async with world.session.post(url + PATH, json={"input": "x", "background": True}) as answer:
+                assert answer.status == 200, "no place of its client is taken"
+
+    run_world(scenario)
+
+
+def test_bytes_behind_the_end_are_not_kept() -> None:
+    running = RunningResponse("", b"[]", {"input": "x"})
+    running.fail("no")
+    before = running.num_bytes
+    running.feed(b"x" * 1000)
+    assert running.num_bytes == before
+
+
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_pieces_end_anywhere_and_other_data_is_passed_over(size: int) -> None:
     running = RunningResponse("", b"[]", {"input": "x", "stream": True})

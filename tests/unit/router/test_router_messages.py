@@ -102,6 +102,8 @@ def test_keys_and_errors_in_the_form_of_the_api(run_world: RunWorld) -> None:
                 (COUNT_TOKENS_PATH, {"x-api-key": "j"}, 401, "authentication_error"),
                 (MESSAGES_PATH + "?beta=true", {"x-api-key": "k"}, 200, None),
                 (MESSAGES_PATH, {"x-api-key": "k"}, 404, "not_found_error"),
+                (MESSAGES_PATH + "/batches", {"x-api-key": "k"}, 404, "not_found_error"),
+                (MESSAGES_PATH + "/batches/a/cancel", {}, 401, "authentication_error"),
             ):
                 async with world.session.post(url + path, json=BODY, headers=headers) as response:
                     told = await response.json()

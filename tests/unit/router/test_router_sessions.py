@@ -32,6 +32,7 @@ class SessionWorker:
         self.incremental = incremental
         self.tokenizer = tokenizer
         self.gate: asyncio.Event | None = None
+        self.end_gate: asyncio.Event | None = None
         self.prompts: list[list[int]] = []
 
     async def __call__(self, worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -56,6 +57,8 @@ class SessionWorker:
             await response.write(data[20:])
             if self.gate is not None:
                 await self.gate.wait()
+        if self.end_gate is not None:
+            await self.end_gate.wait()
         await response.write(b"data: [DONE]\n\n")
         return response
 
@@ -174,6 +177,52 @@ def test_a_request_that_replaces_a_running_one_ends_it(run_world: RunWorld, stre
     run_world(scenario)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_replaces_the_running_one_that_it_follows_and_no_other(run_world: RunWorld, stream: bool) -> None:
+    async def scenario(world: Any) -> None:
+        answer = SessionWorker()
+        answer.gate = asyncio.Event()
+        workers = [await world.worker(name, answer) for name in "ab"]
+        async with world.router([], workers, policy="round_robin") as url:
+            client, other = SessionClient(world, url), SessionClient(world, url)
+            await client.open()
+            await other.open()
+            running = [asyncio.create_task(one.ask("a", "one", stream=stream)) for one in (client, other)]
+            await until(lambda: len(answer.prompts) == 2)
+            follow = asyncio.create_task(client.ask("b", "two", rid="one", replace=True))
+            status, ended = await running[0]
+            assert (status, "has replaced it" in str(ended)) == (200 if stream else 400, True)
+            await until(lambda: len(answer.prompts) == 3)
+            answer.gate.set()
+            assert (await follow)[0] == 200 and answer.prompts[2] == [BOS, *b"ab"]
+            status, ended = await running[1]
+            assert (status, "replaced" in str(ended)) == (200, False), "another client's request has the same id"
+            assert (await client.ask("c", rid="two"))[0] == 200
+
+    run_world(scenario)
+
+
+def test_a_client_that_leaves_behind_the_last_event_goes_on(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        answer = SessionWorker()
+        worker = await world.worker("w", answer)
+        async with world.router([], [worker]) as url:
+            client = SessionClient(world, url)
+            await client.open()
+            answer.end_gate = asyncio.Event()
+            body = {"text": "a", "rid": "one", "stream": True, "session_params": {"id": client.id}}
+            async with world.session.post(url + GENERATE, json=body) as response:
+                async for line in response.content:
+                    if b'"finish_reason": {' in line:
+                        break
+                response.close()
+            await until(lambda: worker.num_cancelled == 1)
+            assert (await client.ask("b", rid="one"))[0] == 200
+            assert answer.prompts[-1] == [BOS, *b"a", 7, 8, EOS, *b"b"]
+
+    run_world(scenario)
+
+
 def test_what_a_session_cannot_do_is_refused_by_field(run_world: RunWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_store, "MAX_SESSIONS", 2)
 
@@ -182,6 +231,9 @@ def test_what_a_session_cannot_do_is_refused_by_field(run_world: RunWorld, monke
         worker = await world.worker("w", answer)
         async with world.router([], [worker]) as url:
             client = SessionClient(world, url)
+            for path in ("/open_session", "/close_session"):
+                status, error = await client.post(path, [])
+                assert status == 400 and error["error"]["message"] == "the body must be a JSON object, got list"
             for body, field in (
                 ({}, "capacity_of_str_len"),
                 ({"capacity_of_str_len": "x"}, "capacity_of_str_len"),

@@ -12,7 +12,8 @@ import pytest
 from aiohttp import ClientSession, web
 
 from pdserve.router.app import ROUTER
-from pdserve.router.config.config import BreakerConfig, ProbeConfig, RouterConfig, WorkerRole, WorkerSpec
+from pdserve.router.config.config import BreakerConfig, HealthConfig, ProbeConfig, RouterConfig, WorkerRole, WorkerSpec
+from pdserve.router.proxy import watchdog
 from pdserve.router.proxy.attempts import Drain
 from pdserve.router.proxy.watchdog import (
     MAX_AT_ONCE,
@@ -26,12 +27,12 @@ from pdserve.router.proxy.watchdog import (
 )
 from pdserve.router.workers.metrics import RouterMetrics
 from pdserve.router.workers.workers import Pair, Pairs, Registry
-from tests.waiting import until
+from tests.waiting import settle, until
 
 Scenario = Callable[[Any], Coroutine[Any, Any, None]]
 RunWorld = Callable[[Scenario], None]
 
-COMPLETIONS = "/v1/completions"
+COMPLETIONS, RESUME = "/v1/completions", "/resume_memory_occupation"
 QUICK = ProbeConfig(interval_s=0.1, timeout_s=0.3)
 OK, BUSY = {"status": "ok"}, {"status": "busy"}
 NO_TOKEN = {"error": {"code": "no_token"}}
@@ -143,6 +144,93 @@ def test_a_token_that_is_corrected_is_seen_when_the_worker_is_up_again(run_world
             other.health_status = 200
             await world.until(lambda: pairs(world, url), lambda shown: shown[prefill.url, other.url]["serving"])
             assert {(await ask(world, url))[1]["from"] for _ in range(4)} == {"d", "d2"}
+
+    run_world(scenario)
+
+
+@pytest.mark.parametrize("command", ["/update_weights_from_disk", "/update_weight_version", RESUME])
+def test_a_pair_that_a_command_has_repaired_serves_the_next_request(
+    run_world: RunWorld, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setattr(watchdog, "RECHECK_S", 600.0)
+
+    async def repair(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if request.path == command and not body.get("prepare_only"):
+            says(worker, OK)
+        return web.json_response({"from": worker.name})
+
+    async def scenario(world: Any) -> None:
+        prefill, decode = await world.worker("p", repair), await world.worker("d", repair)
+        for worker in (prefill, decode):
+            says(worker, NO_TOKEN, 503)
+        async with world.router([prefill], [decode], probes=QUICK) as url:
+            await world.until(lambda: readiness(world, url), lambda status: status == 503)
+            async with world.session.post(url + "/flush_cache", json={}) as response:
+                assert response.status == 200
+            assert (await ask(world, url))[1]["error"]["code"] == "no_pair"
+            async with world.session.post(url + command, json={}) as response:
+                assert response.status == 200
+            assert (await ask(world, url))[0] == 200
+
+    run_world(scenario)
+
+
+def test_a_probe_that_ran_during_a_command_is_repeated(run_world: RunWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "RECHECK_S", 0.0)
+
+    async def scenario(world: Any) -> None:
+        prefill, decode = await world.worker("p"), await world.worker("d")
+        for worker in (prefill, decode):
+            says(worker, NO_TOKEN, 503)
+        async with world.router([prefill], [decode], probes=ProbeConfig(interval_s=0.1, timeout_s=10.0)) as url:
+            await world.until(lambda: readiness(world, url), lambda status: status == 503)
+            begun, gate = asyncio.Event(), asyncio.Event()
+
+            async def slow(request: web.Request) -> web.Response:
+                begun.set()
+                await gate.wait()
+                return web.json_response(NO_TOKEN, status=503)
+
+            decode.on_pair = slow
+            await begun.wait()
+
+            async def update() -> int:
+                async with world.session.post(f"{url}/update_weight_version", json={}) as response:
+                    return int(response.status)
+
+            command = asyncio.create_task(update())
+            await until(lambda: decode.paths)
+            decode.on_pair = None
+            says(prefill, OK)
+            says(decode, OK)
+            gate.set()
+            assert await command == 200
+            assert (await ask(world, url))[0] == 200
+
+    run_world(scenario)
+
+
+def test_a_check_behind_a_command_begins_after_it(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        worker = await world.worker("w")
+        health = HealthConfig(interval_s=600.0, success_threshold=3)
+        async with world.router([], [worker], health=health) as url:
+            router = world.app[ROUTER]
+            (known,) = router.registry.workers
+            worker.health_gate, count = asyncio.Event(), worker.num_health
+            early = asyncio.create_task(router.health.check(known))
+            await until(lambda: worker.num_health == count + 1)
+            late = asyncio.create_task(router.health.recheck(known))
+            await settle()
+            worker.health_gate.set()
+            await asyncio.gather(early, late)
+            assert worker.num_health == count + 2
+            worker.health_status = 503
+            await router.health.recheck(known)
+            assert not known.healthy and worker.num_health == count + 3
+            worker.health_status = 200
+            await router.health.recheck(known)
+            assert worker.url in await world.healthy_urls(url)
 
     run_world(scenario)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 from aiohttp import web
 
 from pdserve.config.responses_group import ResponseStoreConfig
+from pdserve.errors import RequestError
+from pdserve.http.response_events import EventLog
 from pdserve.http.response_store import HISTORY_FIELD, Recording, ResponseStore, StoreLimits
 from pdserve.router.config.config import RouterAccessConfig
 from pdserve.router.policies.routing_keys import conversation_key, prompt_of
@@ -43,6 +46,20 @@ async def respond(worker: Any, request: web.Request, body: dict[str, Any]) -> we
     for start in range(0, len(data), 50):
         await response.write(data[start : start + 50])
     return response
+
+
+def test_numbers_of_a_query_are_bounded() -> None:
+    store = ResponseStore(StoreLimits(2, 1 << 20, 10.0), lambda: 0.0)
+    store.put("", response_of({"input": "x"}), [])
+    store._stored["resp_x"] = dataclasses.replace(store._stored["resp_x"], events=EventLog())
+    for digits in ("0000000001" + "9" * 5000, "00000000199"):
+        for ask, query in (
+            (store.input_items, {"limit": digits}),
+            (store.events, {"stream": "true", "starting_after": digits}),
+        ):
+            with pytest.raises(RequestError) as raised:
+                ask("resp_x", "", query)
+            assert raised.value.status == 400
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from pdserve.config.groups import ModelConfig, ServerConfig
+from pdserve.config.speculative_group import SpeculativeConfig
+from pdserve.config.tier_group import StorageConfig, TierConfig
+from pdserve.engine.build_storage import storage_namespace
 from pdserve.engine.kv_events import key_namespace
 from pdserve.engine.replica import ReplicaEngine, check_rank_facts, rank_facts
 from pdserve.errors import ConfigError
@@ -47,3 +50,26 @@ def test_keys_of_pages_depend_on_the_configuration(tiny_checkpoint: Callable[[Fa
         engine = ReplicaEngine(build(path), None, None)  # type: ignore[arg-type]
         roots.append(key_namespace(ServerConfig(model=ModelConfig(model_path=str(path))), engine).root())
     assert roots[0] != roots[1]
+
+
+def test_events_and_the_store_have_the_same_keys_and_a_drafter_others(
+    tiny_checkpoint: Callable[[Family], Path],
+) -> None:
+    """The drafter's KV is in the same pages."""
+    path = tiny_checkpoint("llama")
+    tier, store = TierConfig(enable_hierarchical_cache=True), StorageConfig(hicache_storage_backend="memory")
+    config = ServerConfig(model=ModelConfig(model_path=str(path)), tier=tier, storage=store)
+    roots = []
+    for draft in (None, tiny_checkpoint("llama"), tiny_checkpoint("qwen3")):
+        drafting = None
+        if draft is not None:
+            drafting = SpeculativeConfig(
+                speculative_algorithm="STANDALONE",
+                speculative_draft_model_path=str(draft),
+                speculative_num_draft_tokens=3,
+            )
+        engine = ReplicaEngine(build(path, dtype="float32", speculative=drafting), None, None)  # type: ignore[arg-type]
+        namespace = key_namespace(config, engine)
+        assert namespace == storage_namespace(config, engine) and not namespace.weights_are_sampled
+        roots.append(namespace.root())
+    assert len(set(roots)) == 3

@@ -25,9 +25,13 @@ class Weights:
         self.result: str | None = None
         self.all_there = True
         self.events: list[str] = []
+        self.refused: dict[str, str] = {}
 
     def begin(self, command: PrepareWeights) -> None:
         self.events.append(f"load {command.model_path}")
+
+    def refuse(self, query_id: str, why: str) -> None:
+        self.refused[query_id] = why
 
     def loaded(self) -> str | None:
         return self.result
@@ -70,6 +74,11 @@ class Updated(Mono):
         outputs = (one for message in self.sent if isinstance(message, OutputBatch) for one in message.outputs)
         failed = [(one.rid, one.finish) for one in outputs if one.finish is not None and one.finish.type == "abort"]
         return [(rid, finish.status_code or 0, finish.err_type or "") for rid, finish in failed]
+
+    @property
+    def final(self) -> list[str]:
+        """The commands whose failure ends them at all replicas."""
+        return [one.query_id for one in self.sent if isinstance(one, CommandReply) and one.is_final]
 
     @property
     def replies(self) -> dict[str, str]:
@@ -215,10 +224,10 @@ def test_weights_that_cannot_be_used_are_named_and_nothing_is_installed() -> Non
     mono = Updated()
     mono.ask(PrepareWeights(query_id="a", model_path="there"))
     mono.ask(PrepareWeights(query_id="b", model_path="elsewhere"))
-    assert mono.replies == {"b": "other weights are being loaded"}
+    assert mono.replies == {"b": "other weights are being loaded"} == mono.weights.refused
     mono.weights.result = "1 tensors are missing"
     mono.step()
-    assert mono.replies["a"] == "1 tensors are missing"
+    assert mono.replies["a"] == "1 tensors are missing" and mono.final == ["b"]
     mono.ask(EndWeightsUpdate(query_id="end"))
     assert mono.weights.events == ["drop", "load there", "drop"]
 

@@ -93,6 +93,8 @@ async def test_a_stream_is_read_again_from_any_event(tokenizer: Tokenizer) -> No
         assert "".join(event.delta for event in again if event.type == "response.output_text.delta") == TEXT
         rest = [event async for event in await client.responses.retrieve(name, stream=True, starting_after=3)]
         assert rest == again[4:]
+        last = len(again) - 1
+        assert not [event async for event in await client.responses.retrieve(name, stream=True, starting_after=last)]
         assert (await client.responses.retrieve(name)).model_dump() == again[-1].response.model_dump()
         for query in ({"stream": "maybe"}, {"stream": "true", "starting_after": "x"}):
             with pytest.raises(openai.BadRequestError):

@@ -57,6 +57,14 @@ async def anthropic_bench(
             )
 
 
+def strict_events(raw: str) -> list[Any]:
+    """The events of a stream but for pings, each with the name and exactly the types that the SDK has for it."""
+    known: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+    events = [event.partition("\ndata: ") for event in sse(raw)]
+    assert all(name == f"event: {json.loads(data)['type']}" for name, _, data in events)
+    return [known.validate_json(data, strict=True) for name, _, data in events if name != "event: ping"]
+
+
 def turns(b: Bench, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """The messages of the last request's prompt, with the template `AS_JSON`."""
     prompt = tokenizer.decode(b.scheduler.requests[-1].input_ids)
@@ -87,16 +95,11 @@ async def test_text_whole_and_streamed(tokenizer: Tokenizer) -> None:
         assert events[-2].usage.output_tokens == usage.output_tokens
         raw = (await b.http.post(PATH, json={**ASK, "stream": True})).text
         assert "event: ping\ndata: {" in raw and "[DONE]" not in raw
-        known: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
-        for event in sse(raw):
-            name, _, data = event.partition("\ndata: ")
-            assert name == f"event: {json.loads(data)['type']}"
-            if name != "event: ping":
-                known.validate_json(data, strict=True)
+        strict_events(raw)
 
 
 async def test_thoughts_words_and_calls_are_blocks(tokenizer: Tokenizer) -> None:
-    async with anthropic_bench(tokenizer, f"<think>hm 世</think>\n{HERMES}", **PARSERS) as (_, client):
+    async with anthropic_bench(tokenizer, f"<think>hm 世</think>\n{HERMES}", **PARSERS) as (b, client):
         thinking: Any = {"type": "enabled", "budget_tokens": 1024}
         whole = await client.messages.create(**ASK, tools=TOOLS, thinking=thinking)
         assert [block.type for block in whole.content] == ["thinking", "text", "tool_use", "tool_use"]
@@ -113,6 +116,14 @@ async def test_thoughts_words_and_calls_are_blocks(tokenizer: Tokenizer) -> None
         assert final.usage.output_tokens == whole.usage.output_tokens and final.stop_reason == "tool_use"
         ids = [[block.to_dict() | {"id": ""} for block in message.content] for message in (whole, final)]
         assert ids[0] == ids[1]
+        body = {**ASK, "tools": TOOLS, "thinking": thinking, "stream": True}
+        events = strict_events((await b.http.post(PATH, json=body)).text)
+        assert [event.content_block.type for event in events if event.type == "content_block_start"] == [
+            "thinking", "text", "tool_use", "tool_use",
+        ]  # fmt: skip
+        deltas = {event.delta.type for event in events if event.type == "content_block_delta"}
+        assert deltas == {"thinking_delta", "signature_delta", "text_delta", "input_json_delta"}
+        assert events[-2].delta.stop_reason == "tool_use"
 
 
 async def test_a_second_turn_with_what_the_first_gave() -> None:
@@ -348,6 +359,10 @@ async def test_what_is_refused_names_its_field_in_the_form_of_the_api(tokenizer:
         )
         assert (await b.http.post(PATH, content=b"no")).json()["type"] == "error"
         assert (await b.http.get(PATH)).json()["error"]["type"] == "invalid_request_error"
+        for answer in (await b.http.get(PATH + "/batches"), await b.http.post(PATH + "/batches/a/cancel", json={})):
+            told = answer.json()
+            assert (answer.status_code, told["type"], told["error"]["type"]) == (404, "error", "not_found_error")
+            assert told["request_id"] == answer.headers["request-id"]
 
 
 async def test_failures_before_and_within_a_stream(tokenizer: Tokenizer) -> None:

@@ -273,6 +273,11 @@ INCOMING: list[tuple[str, int, Change]] = [
     ("request.sampling.logit_bias", 400, lambda r: _sampled(r, logit_bias={1 << 30: 1.0})),
     ("request.sampling.seed", 400, lambda r: _sampled(r, seed=-1)),
     ("request.sampling.grammar", 400, lambda r: _sampled(r, processor=ProcessorParams(name="x"))),
+    ("request.sampling.top_k", 400, lambda r: _sampled(r, top_k=1 << 63)),
+    ("request.sampling.processor.params", 400, lambda r: _processed(r, "no JSON")),
+    ("request.sampling.processor.params", 400, lambda r: _processed(r, "[1]")),
+    ("request.sampling.processor.params", 400, lambda r: _processed(r, '{"a":' * 5000 + "1" + "}" * 5000)),
+    ("request.sampling.processor.params", 400, lambda r: _processed(r, f'{{"a": "{"x" * (1 << 17)}"}}')),
     ("custom_logit_processor", 409, lambda r: _sampled(r, processor=ProcessorParams(name="x"), grammar=ANY_TEXT)),
     ("context_length", 409, lambda r: _sampled(r, max_new_tokens=1 << 40)),
 ]
@@ -280,6 +285,10 @@ INCOMING: list[tuple[str, int, Change]] = [
 
 def _sampled(request: GenerateRequest, **changes: Any) -> GenerateRequest:
     return replace(request, sampling=replace(request.sampling, **changes))
+
+
+def _processed(request: GenerateRequest, params: str) -> GenerateRequest:
+    return _sampled(request, processor=ProcessorParams(name="x", params=params), grammar=ANY_TEXT)
 
 
 async def test_the_value_of_a_request_is_checked(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,9 +348,11 @@ async def test_a_server_that_drains_waits_for_the_requests_of_others(
         for rid in ("a", "b"):
             taken = TakeInBody(replace(value, rid=rid), weights="w", dtype="float32")
             assert (await target.http.post("/migrate_in", content=msgspec.json.encode(taken))).status_code == 200
-        reader = asyncio.create_task(target.http.post("/migrate_stream", json={"rid": "a"}))
-        await until(lambda: target.drain_gate.num_inside == 1)
+        assert target.drain_gate.num_inside == 2, "their readers have not come"
         target.drain_gate.close(why)
+        reader = asyncio.create_task(target.http.post("/migrate_stream", json={"rid": "a"}))
+        await until(lambda: target.client.incoming._requests["a"].is_attached)
+        assert target.drain_gate.num_inside == 2
         taken = TakeInBody(replace(value, rid="c"), weights="w", dtype="float32")
         answer = await target.http.post("/migrate_in", content=msgspec.json.encode(taken))
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "role_switching")

@@ -66,3 +66,19 @@ async def test_a_server_that_hangs_is_found_before_a_request_stops_for_it(monkey
         monkeypatch.setattr(migration_client, "CONNECT_S", 20.0)
         await client.reach(server.make_url("/"))
         await client.close()
+
+
+async def test_a_server_leads_to_no_other_one() -> None:
+    """No proof or key goes to where an answer points."""
+    app, asked = web.Application(), list[str]()
+
+    async def away(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        return web.Response(status=307, headers={"Location": "/elsewhere"})
+
+    app.router.add_route("*", "/{path:.*}", away)
+    client = MigrationClient("", None)
+    async with TestServer(app) as server:
+        await client.reach(server.make_url("/"))
+        await client.close()
+    assert asked == ["/health"]

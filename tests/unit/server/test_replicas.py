@@ -204,6 +204,22 @@ def test_one_answer_of_many() -> None:
     play(story)
 
 
+def test_a_final_failure_is_answered_at_once_and_only_once() -> None:
+    async def story(channel: ReplicatedChannel, pipes: list[Pipe]) -> None:
+        pipes[1].up.put_nowait(CommandReply(query_id="f", ok=False, message="busy", is_final=True))
+        reply = await channel.recv()
+        assert isinstance(reply, CommandReply) and not reply.ok and reply.is_final
+        assert reply.message == "replica 1: busy"
+        for number in (0, 2):
+            pipes[number].up.put_nowait(CommandReply(query_id="f", ok=not number, message="m", is_final=bool(number)))
+        for pipe in pipes:
+            pipe.up.put_nowait(CommandReply(query_id="g", ok=True, message="m"))
+        reply = await channel.recv()
+        assert isinstance(reply, CommandReply) and reply.query_id == "g" and reply.ok and not reply.is_final
+
+    play(story)
+
+
 def test_it_is_ready_when_all_are_and_what_they_all_can_counts() -> None:
     async def story(channel: ReplicatedChannel, pipes: list[Pipe]) -> None:
         for pipe, length in zip(pipes, (64, 32), strict=True):

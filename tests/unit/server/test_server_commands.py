@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ import pdserve
 from pdserve.protocol.messages import ContinueGeneration, DeclarePeerDead, PauseGeneration, StartProfile, StopProfile
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import CONTEXT, bench
+from tests.waiting import until
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 Ids = Callable[[str], list[int]]
@@ -101,6 +103,31 @@ async def test_weight_version(tokenizer: Tokenizer) -> None:
             "default"
         ] * 3
         assert (await b.http.get("/version")).json() == {"version": pdserve.__version__}
+
+
+async def test_responses_name_the_version_in_a_header(tokenizer: Tokenizer) -> None:
+    """Whole ones and streams, of all APIs: as it is when the first token is there."""
+    chat: Any = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 9}
+    calls: list[tuple[str, dict[str, Any]]] = [
+        ("/generate", {"text": "x"}),
+        ("/v1/completions", {"prompt": ["x", "y"]}),
+        ("/v1/chat/completions", chat | {"n": 2}),
+        ("/v1/responses", {"input": "x"}),
+        ("/v1/messages", chat),
+        ("/api/chat", chat),
+        ("/api/generate", {"model": "tiny", "prompt": "x"}),
+    ]
+    async with bench(tokenizer, enable_ollama_api=True) as b:
+        for version, header in (("step-1", "step-1"), ("sté p\r\n50%", "st%C3%A9 p%0D%0A50%25")):
+            b.scheduler.announce(weight_version=version)
+            await until(lambda version=version: b.client.weight_version == version)
+            for path, body in calls:
+                for stream in (False, True):
+                    answer = await b.http.post(path, json=body | {"stream": stream})
+                    assert (answer.status_code, answer.headers["x-weight-version"]) == (200, header), (path, stream)
+        refused = await b.http.post("/generate", json={"text": 5})
+        assert refused.status_code == 400 and "x-weight-version" not in refused.headers
+        assert "x-weight-version" not in (await b.http.get("/v1/models")).headers
 
 
 @pytest.mark.parametrize("prefix", ["", "/v1"])

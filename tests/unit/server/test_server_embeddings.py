@@ -31,11 +31,14 @@ GENERATED: dict[str, dict[str, Any]] = {
 
 async def test_each_text_gets_a_vector(tokenizer: Tokenizer) -> None:
     async with bench(tokenizer, embedding=EMBEDS) as b:
-        answer = (await b.http.post(EMBEDDINGS_PATH, json={"input": [[5, 6], [7, 8, 9, 10]], "rid": "q"})).json()
+        b.scheduler.announce(weight_version="step-1")
+        response = await b.http.post(EMBEDDINGS_PATH, json={"input": [[5, 6], [7, 8, 9, 10]], "rid": "q"})
+        answer = response.json()
         text = (await b.http.post(EMBEDDINGS_PATH, json={"input": "hello world", "model": "m"})).json()
         coded = {"input": [5, 6], "encoding_format": "base64", "dimensions": 1}
         short = (await b.http.post(EMBEDDINGS_PATH, json=coded)).json()
         requests = b.scheduler.requests
+    assert response.headers["x-weight-version"] == "step-1"
     assert answer["object"] == "list" and answer["model"] == "tiny" and text["model"] == "m"
     assert [(one["object"], one["index"]) for one in answer["data"]] == [("embedding", 0), ("embedding", 1)]
     for one, last in zip(answer["data"], (1, 3), strict=True):

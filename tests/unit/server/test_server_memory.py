@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import os
 import uuid
@@ -19,7 +20,14 @@ from pdserve.errors import ModelError
 from pdserve.model.tensor_file import tensors_in
 from pdserve.protocol.engine_memory import GetWeights, MemoryCommand, ReleaseMemory, ResumeMemory, WeightRows
 from pdserve.protocol.messages import CommandReply
-from pdserve.protocol.weights import JoinGroup, LeaveGroup, PrepareTensors, WeightsCommand
+from pdserve.protocol.weights import (
+    EndWeightsUpdate,
+    JoinGroup,
+    LeaveGroup,
+    PrepareTensors,
+    PrepareWeights,
+    WeightsCommand,
+)
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import Bench, bench
 
@@ -103,7 +111,7 @@ async def test_tensors_arrive_in_the_body_or_in_shared_memory(tokenizer: Tokeniz
 
     def answer(command: WeightsCommand | MemoryCommand) -> CommandReply:
         if isinstance(command, PrepareTensors):
-            seen.append(sorted(name for path in command.files for name in tensors_in(path)))
+            seen.append(sorted(name for path in command.files for name in tensors_in(path, "")))
         return CommandReply(query_id=command.query_id, ok=True, message="ok")
 
     async with bench(tokenizer) as b:
@@ -113,7 +121,7 @@ async def test_tensors_arrive_in_the_body_or_in_shared_memory(tokenizer: Tokeniz
             assert done.status_code == 200 and done.json()["success"], done.text
         assert seen == [["a", "b"], ["a", "b"]]
         with pytest.raises(ModelError):  # the files of a body end with the update
-            tensors_in(commands(b, PrepareTensors)[0].files[0])
+            tensors_in(commands(b, PrepareTensors)[0].files[0], "")
         for body, field in (
             ({"serialized_named_tensors": ["gASV"]}, "serialized_named_tensors"),
             ({"tensors": "not base64!"}, "tensors"),
@@ -127,6 +135,48 @@ async def test_tensors_arrive_in_the_body_or_in_shared_memory(tokenizer: Tokeniz
             refused = await b.http.post("/update_weights_from_tensor", json=body)
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, field), refused.text
         assert len(seen) == 2
+
+
+def told(command: WeightsCommand | MemoryCommand) -> CommandReply:
+    """Fail as an engine whose rank cannot use the tensors."""
+    message = "tensor a is [2], expected [3]"
+    if isinstance(command, PrepareTensors) and command.files:
+        try:
+            tensors_in(command.files[0], command.names[0])
+        except ModelError as error:
+            message = str(error)
+    elif isinstance(command, PrepareTensors) and command.group == "other":
+        message = "group_name: this server is in no group 'other'"
+    ok = not isinstance(command, PrepareTensors | PrepareWeights)
+    return CommandReply(query_id=command.query_id, ok=ok, message=message)
+
+
+async def test_weights_that_cannot_be_used_name_their_field(tokenizer: Tokenizer, shared_object: Path) -> None:
+    """The message has no path of a file that the server wrote."""
+    await asyncio.to_thread(shared_object.write_bytes, b"x")
+    short = "is not a safetensors file, or is cut short: its header would not fit"
+    sent = {"names": ["a"], "dtypes": ["float32"], "shapes": [[2]]}
+    async with bench(tokenizer) as b:
+        b.scheduler.on_weights = told
+        for path, body, field, message in (
+            ("tensor", {"tensors": base64.b64encode(b"junk").decode()}, "tensors", f"tensors: entry 0 {short}"),
+            ("tensor", {"shared_memory": shared_object.name}, "shared_memory",
+             f"shared_memory: {shared_object.name!r} {short}"),
+            ("distributed", sent, "names", "names: tensor a is [2], expected [3]"),
+            ("distributed", sent | {"group_name": "other"}, "group_name",
+             "group_name: this server is in no group 'other'"),
+            ("disk", {"model_path": "/there"}, "model_path", "model_path: tensor a is [2], expected [3]"),
+        ):  # fmt: skip
+            refused = await b.http.post(f"/update_weights_from_{path}", json=body)
+            error = refused.json()["error"]
+            assert (refused.status_code, error["param"], error["message"]) == (400, field, message)
+            assert refused.json()["message"] == message and refused.json()["success"] is False
+        b.scheduler.on_weights = lambda command: CommandReply(
+            query_id=command.query_id, ok=isinstance(command, EndWeightsUpdate), message="busy", is_final=True
+        )
+        for path in ("/update_weights_from_disk", "/destroy_weights_update_group"):
+            busy = await b.http.post(path, json={"model_path": "/there"} if "disk" in path else {})
+            assert (busy.status_code, busy.json()["error"]["code"]) == (409, "weights_busy")
 
 
 def change_last_byte(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import pytest
@@ -214,7 +215,7 @@ async def test_each_key_has_its_own_sessions(tokenizer: Tokenizer) -> None:
 
 
 def opened(store: OpenSessions, name: str, **fields: Any) -> OpenSession:
-    store.open(OpenSessionBody(capacity_of_str_len=99, session_id=name, **fields), "", lambda rid: None)
+    store.open(OpenSessionBody(capacity_of_str_len=99, session_id=name, **fields), "", lambda node: None)
     return store.find(name, "", "session_id")
 
 
@@ -246,6 +247,62 @@ def test_idle_sessions_close_and_all_have_bounds(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(RequestError, match="2 requests, the maximum"):
             busy.begin(SessionFields(id="busy"), "t", [1], None)
         assert busy.begin(SessionFields(id="busy", replace=True), "t", [1], None).prompt == [1]
+
+
+def test_a_session_is_idle_from_the_end_of_its_last_request() -> None:
+    now = [0.0]
+    store = OpenSessions(lambda: now[0])
+    for name, ends in (("ends", True), ("fails", False)):
+        session = opened(store, name, timeout=5.0)
+        turn = session.begin(SessionFields(id=name), "r", [1], None)
+        with turn.running():
+            now[0] += 20.0
+            turn.ended([2]) if ends else turn.left()
+        now[0] += 4.0
+        assert store.find(name, "", "session_id") is session
+        now[0] += 6.0
+        with pytest.raises(RequestError, match="no open session"):
+            store.find(name, "", "session_id")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_request_stays_that_replaces_a_running_one_which_it_follows(fails: bool) -> None:
+    aborted: list[str] = []
+    store = OpenSessions(lambda: 0.0)
+    store.open(OpenSessionBody(capacity_of_str_len=99, session_id="s"), "", lambda node: aborted.append(node.rid))
+    session = store.find("s", "", "session_id")
+    first = session.begin(SessionFields(id="s"), "a", [1], None)
+    with contextlib.suppress(KeyError), first.running():
+        second = session.begin(SessionFields(id="s", rid="a", replace=True), "b", [2], None)
+        session.enter(second.node, second.replaced)
+        assert aborted == ["a"]
+        if fails:
+            raise KeyError
+        first.left()
+    assert aborted == ["a"], "the end of the first request ends no other"
+    second.ended([3])
+    assert session.begin(SessionFields(id="s", rid="b"), "c", [4], None).prompt == [1, 2, 3, 4]
+    assert session.begin(SessionFields(id="s", rid="a"), "c", [4], None).prompt == [1, 4], "without its output"
+
+
+def test_replacing_a_request_that_is_gone_removes_no_other_with_its_id() -> None:
+    session = opened(OpenSessions(lambda: 0.0), "s")
+    with contextlib.suppress(KeyError), session.begin(SessionFields(id="s"), "a", [1], None).running():
+        late = session.begin(SessionFields(id="s", replace=True), "b", [2], None)
+        raise KeyError
+    again = session.begin(SessionFields(id="s"), "a", [3], None)
+    with again.running(), late.running():
+        again.ended([4])
+    assert session.begin(SessionFields(id="s", rid="a"), "c", [5], None).prompt == [3, 4, 5]
+
+
+def test_a_request_that_has_ended_stays_if_its_client_leaves_then() -> None:
+    session = opened(OpenSessions(lambda: 0.0), "s")
+    turn = session.begin(SessionFields(id="s"), "a", [1], None)
+    with contextlib.suppress(KeyError), turn.running():
+        turn.ended([2])
+        raise KeyError
+    assert session.begin(SessionFields(id="s", rid="a"), "b", [3], None).prompt == [1, 2, 3]
 
 
 def test_a_session_that_changes_meanwhile_refuses_the_request() -> None:

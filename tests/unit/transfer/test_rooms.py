@@ -275,3 +275,31 @@ def test_fewer_pages_than_the_prompt_has_fail_the_request_and_nothing_else() -> 
     net.pump()
     assert sender.poll() is receiver.poll() is KVPoll.FAILED
     assert not prefill.engine.jobs
+
+
+@pytest.mark.parametrize("changed_first", ["prefill", "decode"])
+def test_a_room_whose_sides_have_other_weights_fails_before_a_byte_is_out(changed_first: str) -> None:
+    """When both sides have changed, rooms succeed."""
+    net, prefill, decode = meet()
+    for side in (prefill, decode):
+        side.kv.change_weights("v1@f")
+    first, second = (prefill, decode) if changed_first == "prefill" else (decode, prefill)
+    first.kv.change_weights("v2@g")
+    for room in (7, 8):
+        pair = Pair(net, prefill, decode, room)
+        assert pair.sender.poll() is pair.receiver.poll() is KVPoll.FAILED
+        for failure in (pair.sender.failure, pair.receiver.failure):
+            assert failure is not None and "v1@f" in failure.message and "v2@g" in failure.message
+            assert (failure.code, failure.status, failure.retry_after_s) == ("weights_mismatch", 503, 1)
+        pair.sender.send(pair.mine[0], 3)
+        pair.drop_requests()
+        assert prefill.engine.jobs == [], "nothing was written"
+        assert_quiet_and_free(prefill, decode)
+    second.kv.change_weights("v2@g")
+    pair = Pair(net, prefill, decode, room=9)
+    pair.send()
+    prefill.end_jobs()
+    net.pump()
+    assert pair.sender.poll() is pair.receiver.poll() is KVPoll.SUCCESS
+    pair.drop_requests()
+    assert_quiet_and_free(prefill, decode)
