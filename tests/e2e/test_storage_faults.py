@@ -82,7 +82,7 @@ class Load:
     """Streams that run all the time, and clients that send requests beside them until the fault, and then some more."""
 
     def __init__(self, url: str, control_url: str, stored: list[list[int]]) -> None:
-        """`stored`: prompts that the store has, for the first request of each client, and its first behind the fault."""
+        """`stored`: prompts that the store has, for each client's first request, and its first behind the fault."""
         self._url, self._control_url, self._stored = url, control_url, stored
         self._missing = iter(prompts_of(31, 4000))
         self._lock = threading.Lock()
@@ -207,10 +207,9 @@ def test_a_store_that_goes_away_under_load_costs_one_deadline(model: str, master
         assert reader.counter("prefetched_tokens") >= 192, "the store was read before the fault"
     took = [[round(one.ttft_s, 3) for one in client] for client in load.after()]
     usual = SPREAD * max(one.ttft_s for one in [*load.before(), *load.control])
-    print(event, "before", len(load.before()), max(one.ttft_s for one in load.before()), "control", len(load.control), max(one.ttft_s for one in load.control), "after", took)
     assert max(ttft_s for client in took for ttft_s in client) <= usual + DEADLINE_S, (usual, took)
     for client in took:
-        assert sum(ttft_s > usual + DEADLINE_S / 2 for ttft_s in client) <= 1, (usual, took)
+        assert sum(ttft_s > max(usual, DEADLINE_S) for ttft_s in client) <= 1, (usual, took)
     asked = [*load.long, *load.control, *(one for client in load.short for one in client)]
     with running_monolith(model, *TIER[:4], "--max-total-tokens", str(10 * LONGEST)) as alone:
         longest = max(len(one.tokens) for one in load.long)
