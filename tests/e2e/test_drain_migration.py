@@ -62,7 +62,7 @@ def farm(tiny_checkpoint: Callable[[Family], Path], tmp_path_factory: pytest.Tem
 
 
 def test_streams_move_and_are_those_of_a_server_that_stays(farm: Farm) -> None:
-    """Logprobs, penalties, grammars, tools, stop strings: eight kinds of streams, two of each, at both servers."""
+    """Logprobs, penalties, grammars, tools, stop strings: ten kinds of streams, two of each, at both servers."""
     expected = {name: gist(path, events(farm.url, path, body)) for name, (path, body) in CALLS.items()}
     runs = [name for name in CALLS for _ in range(2)]
     moved: list[float] = []

@@ -27,6 +27,10 @@ from tests.tiny import VOCAB_SIZE, Family
 POOL, NUM_REQUESTS, NEW_TOKENS = 992, 18, 128
 OVERLAP = "--no-disable-overlap-schedule"
 OFFLOAD = "--disaggregation-decode-retraction-backup=cpu_tensor"
+HOST_POOL = (
+    "--disaggregation-decode-retraction-backup=host_pool", "--enable-hierarchical-cache", "--hicache-ratio", "4"
+)  # fmt: skip
+"""The same memory as that of cached prefixes."""
 COMMON = ("--dtype", "float32", "--chunked-prefill-size", "64")
 SHORT = ("--max-total-tokens", str(POOL), "--schedule-conservativeness", "0.1", "--num-reserved-decode-tokens", "8")
 Served = Server | Pair
@@ -84,6 +88,12 @@ def started(kind: str, model: str, *flags: str) -> Iterator[Served]:
         pytest.param(("monolith", OFFLOAD, OVERLAP), id="monolith-offload-overlap", marks=pytest.mark.slow),
         pytest.param(("pair", OVERLAP), id="pair-overlap", marks=pytest.mark.slow),
         pytest.param(("pair", OFFLOAD), id="pair-offload", marks=pytest.mark.slow),
+        pytest.param(("monolith", *HOST_POOL, OVERLAP), id="monolith-host-pool", marks=pytest.mark.slow),
+        pytest.param(
+            ("pair", *HOST_POOL, "--disaggregation-decode-enable-radix-cache", OVERLAP),
+            id="pair-host-pool",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             ("pair", "--disaggregation-decode-enable-radix-cache", OVERLAP),
             id="pair-decode-radix-overlap",
@@ -95,7 +105,7 @@ def served(request: pytest.FixtureRequest, tiny_checkpoint: Callable[[Family], P
     """A short-of-memory deployment, and whether it offloads."""
     kind, *flags = request.param
     with started(kind, str(tiny_checkpoint("llama")), *flags) as running:
-        yield running, OFFLOAD in flags
+        yield running, OFFLOAD in flags or HOST_POOL[0] in flags
 
 
 def test_three_times_too_much_is_answered_in_full(served: tuple[Served, bool], expected: list[list[int]]) -> None:

@@ -19,7 +19,9 @@ from tests.tiny import Family
 COMMON = "--disaggregation-transfer-backend mooncake --mem-fraction-static 0.05 --disaggregation-bootstrap-port"
 MODEL = "org/tiny-qwen3"
 PREFILL = (
-    f"--trust-remote-code --disaggregation-mode prefill --tp 4 --enable-mixed-chunk --chunked-prefill-size 64 {COMMON}"
+    "--trust-remote-code --disaggregation-mode prefill --tp 4 --enable-mixed-chunk --chunked-prefill-size 64 "
+    "--enable-hierarchical-cache --hicache-ratio 2 --hicache-write-policy write_through --hicache-io-backend kernel "
+    f"--hicache-mem-layout page_first {COMMON}"
 )
 DECODE = (
     "--trust-remote-code --disaggregation-mode decode --tp 4 --disaggregation-prefill-pp 1 "
@@ -51,7 +53,9 @@ def test_sglang_s_command_lines_start_and_its_router_serves_without_a_port(
             batch = {"input_ids": [[5, 6, 7], [9, 10]], "sampling_params": BODY["sampling_params"]}
             both = requests.post(f"{router.url}/generate", json=batch, timeout=120)
             assert both.status_code == 200 and len(both.json()) == 2, both.text
-            assert _without_effect(prefill) == {"--enable-mixed-chunk"}
+            assert _without_effect(prefill) == {
+                "--enable-mixed-chunk", "--hicache-io-backend", "--hicache-mem-layout"
+            }  # fmt: skip
             assert _without_effect(decode) == {
                 "--disaggregation-decode-polling-interval", "--decode-log-interval", "--cuda-graph-max-bs",
             }  # fmt: skip

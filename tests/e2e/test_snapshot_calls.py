@@ -20,10 +20,11 @@ from pdserve import LLM, InvalidRequestError, SamplingParams
 from pdserve.http.access import SNAPSHOT_TYPE
 from pdserve.launch_local import THREAD_VARIABLES
 from pdserve.server.text.tokenizer import read_template
-from tests.e2e.harness import Server, assert_idle, running_monolith, running_pair
+from tests.e2e.harness import Server, assert_idle, generate_all, running_monolith, running_pair
 from tests.e2e.test_python_api import QUIET, SMALL
 from tests.e2e.test_retry_streams import CALLS, FLAGS, events, gist
 from tests.e2e.test_snapshots import KINDS, LONG, PROMPT, assert_same, stopped
+from tests.e2e.test_storage import TIER, body, prompts_of, storage_flags, until_stored
 from tests.tiny import Family
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -121,12 +122,38 @@ def test_a_decode_server_gives_a_request_away_with_its_kv(tiny_checkpoint: Calla
         assert_idle(mono, *pair.workers)
 
 
-def extract(url: str) -> requests.Response:
-    return requests.post(f"{url}/extract", json={"rid": "a", "kv": "bytes"}, timeout=120)
+def extract(url: str, kv: str = "bytes") -> requests.Response:
+    return requests.post(f"{url}/extract", json={"rid": "a", "kv": kv}, timeout=120)
 
 
-def restore(url: str, data: bytes) -> requests.Response:
-    return requests.post(f"{url}/restore", data=data, headers={"Content-Type": SNAPSHOT_TYPE}, timeout=300)
+def restore(url: str, data: bytes, kv: str = "require") -> requests.Response:
+    headers = {"Content-Type": SNAPSHOT_TYPE}
+    return requests.post(f"{url}/restore?kv={kv}", data=data, headers=headers, timeout=300)
+
+
+def test_a_restored_request_reads_its_kv_from_the_store(
+    tiny_checkpoint: Callable[[Family], Path], tmp_path: Path
+) -> None:
+    """The snapshot has no KV, and the server that computed it has ended."""
+    model, prompt = str(tiny_checkpoint("llama")), prompts_of(12, 1)[0]
+    flags = (*TIER, *storage_flags("file", "wait_complete", directory=str(tmp_path)), "--max-total-tokens", "4096")
+    with running_monolith(model, *TIER[:4], "--max-total-tokens", "4096") as alone:
+        expected = generate_all(alone.url, [body(prompt, 1500)])[0]["output_ids"]
+    with running_monolith(model, *flags) as server, ThreadPoolExecutor(1) as pool:
+        call = pool.submit(
+            requests.post, f"{server.url}/generate", json={**body(prompt, 1500), "rid": "a"}, timeout=300
+        )
+        while (answer := extract(server.url, "none")).status_code == 404 and not call.done():
+            pass
+        assert answer.status_code == 200, answer.text
+        assert call.result().json()["meta_info"]["finish_reason"]["type"] == "suspended"
+        until_stored(server, 192)
+    with running_monolith(model, *flags) as server:
+        again = restore(server.url, answer.content, "ignore")
+        assert again.status_code == 200, again.text
+        assert again.json()["output_ids"] == expected
+        assert server.counter("prefetched_tokens") >= 192
+        assert_idle(server)
 
 
 def test_two_ranks_give_tokens_only(tiny_checkpoint: Callable[[Family], Path]) -> None:

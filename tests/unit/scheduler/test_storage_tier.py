@@ -27,7 +27,7 @@ from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.ranks.messages import StorageEnded
 from pdserve.ranks.rank_storage import RankStoragePort, StorageReports
 from pdserve.scheduler.request import Req, Times
-from pdserve.scheduler.storage_tier import StorageTier
+from pdserve.scheduler.storage_tier import MOST_WAIT_S, StorageTier
 from pdserve.sim.hash_layout import hash_layout
 from tests.waiting import wait_until
 
@@ -239,6 +239,29 @@ def test_timeout_takes_what_is_there(make: Make, store: SlowStore) -> None:
     assert second.counters["storage_prefetch_unfulfilled_tokens.deadline"] == 40
     assert second.read(second.request()) == [], "the breaker is open: nothing is looked up"
     assert second.counters["storage_prefetch_hit_tokens"] == 40
+    store.gate.set()
+    second.until_idle()
+
+
+@pytest.mark.parametrize("end", ["the breaker opens", "the limit"])
+def test_wait_complete_waits_for_neither_a_store_that_is_left_alone_nor_for_ever(
+    make: Make, store: SlowStore, end: str
+) -> None:
+    first, second = make(), make(policy="wait_complete")
+    first.compute(first.request())
+    store.gate.clear()
+    req = second.request()
+    wait_until(partial(second.has_found, 40), "the look-up has ended")
+    second.clock.now_s += MOST_WAIT_S - 0.1
+    second.tier.poll()
+    assert not second.tier.is_ready(req, lambda: True)
+    if end == "the limit":
+        second.clock.now_s += 0.2
+    else:
+        second.client.breaker.late()
+    assert second.read(req) == []
+    reason = "deadline" if end == "the limit" else "storage_transfer"
+    assert second.counters[f"storage_prefetch_unfulfilled_tokens.{reason}"] == 40
     store.gate.set()
     second.until_idle()
 
