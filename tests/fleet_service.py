@@ -123,6 +123,7 @@ class FleetService:
             "host_facts": {
                 "time_s": time.time(), "memory_available_bytes": 8 << 30, "memory_total_bytes": 16 << 30,
                 "shm_free_bytes": 8 << 30, "rdma_devices": ["mlx5_0"],
+                "rdma_ports": {"mlx5_0:1": "ACTIVE", "mlx5_0:2": "DOWN"},
             },
         }  # fmt: skip
 

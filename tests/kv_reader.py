@@ -1,69 +1,18 @@
-"""A reader of KV events, as a router has one: its own structs with vLLM's field names, a copy of the cache, replays."""
+"""A reader of KV events: the package's, over a copy of the cache's content and over sockets that block."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
 
-import msgspec
 import zmq
 
-END = -1
-
-
-class BlockStored(msgspec.Struct, tag=True):
-    block_hashes: list[int]
-    parent_block_hash: int | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-    extra_keys: list[list[Any] | None] | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    kv_cache_spec_sliding_window: int | None = None
-    locality: str | None = None
-    ownership: str | None = None
-    session_id: str | None = None
-
-
-class BlockRemoved(msgspec.Struct, tag=True):
-    block_hashes: list[int]
-    medium: str | None
-    group_idx: int | None = None
-    locality: str | None = None
-    ownership: str | None = None
-
-
-class AllBlocksCleared(msgspec.Struct, tag=True):
-    pass
-
-
-class MapBatch(msgspec.Struct, array_like=True):
-    ts: float
-    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
-    data_parallel_rank: int | None = None
-
-
-class AnyBatch(msgspec.Struct, array_like=True):
-    """A batch whose events were not read."""
-
-    ts: float
-    events: list[Any]
-    data_parallel_rank: int | None = None
-
-
-Event = BlockStored | BlockRemoved | AllBlocksCleared
+from pdserve.observe.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from pdserve.observe.kv_reader import REPLAY_END, KVEventFollower, Taken, decode_batch
 
 
 def events_of(payload: bytes) -> list[Event]:
-    """The events of a batch in either form; arrays are positional, as readers of older engines take them."""
-    batch = msgspec.msgpack.decode(payload, type=AnyBatch)
-    if not any(isinstance(event, list) for event in batch.events):
-        return msgspec.msgpack.decode(payload, type=MapBatch).events
-    kinds: dict[str, Any] = {kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
-    return [kinds[event[0]](*event[1:]) for event in batch.events]
+    """The events of a batch in either form."""
+    return list(decode_batch(payload)[1])
 
 
 class CacheCopy:
@@ -89,8 +38,11 @@ class CacheCopy:
                 for block in event.block_hashes:
                     tier.get(event.group_idx or 0, {}).pop(block, None)
             case AllBlocksCleared():
-                self.blocks.clear()
-                self.host.clear()
+                self.clear()
+
+    def clear(self) -> None:
+        self.blocks.clear()
+        self.host.clear()
 
     def prompts(self, group: int = 0) -> set[tuple[int, ...]]:
         """The tokens of each cached prefix, from the first token on; without blocks whose parents are not known yet."""
@@ -106,25 +58,16 @@ class CacheCopy:
         return paths
 
 
-class Follower:
-    """A copy that follows numbered batches; `missing` is the number to replay from after a gap, else None."""
+class Follower(KVEventFollower):
+    """Follows with a copy."""
 
     def __init__(self) -> None:
         self.copy = CacheCopy()
-        self.next_seq: int | None = None
+        super().__init__(self.copy.apply, self.copy.clear)
 
     def take(self, seq: int, payload: bytes) -> bool:
-        """Apply a batch; False, without any change, where batches are missing before it. Old ones are skipped."""
-        if self.next_seq is not None and seq < self.next_seq:
-            return True
-        events = events_of(payload)
-        gap = self.next_seq is not None and seq > self.next_seq
-        if gap and not isinstance(events[0], AllBlocksCleared):
-            return False
-        for event in events:
-            self.copy.apply(event)
-        self.next_seq = seq + 1
-        return True
+        """Apply a batch, new or replayed; False, without any change, where batches are missing before it."""
+        return self.replayed(seq, payload) is not Taken.GAP
 
 
 class Subscriber:
@@ -156,12 +99,12 @@ class Subscriber:
         topic, number, payload = self._sub.recv_multipart()
         self.topics.add(topic)
         seq = int.from_bytes(number, "big")
-        if not self.follower.take(seq, payload):
+        if self.follower.published(seq, payload) is Taken.GAP:
             assert self.follower.next_seq is not None
             self.num_gaps += 1
             for one, batch in self.replay(self.follower.next_seq):
-                self.follower.take(one, batch)
-            self.follower.take(seq, payload)
+                self.follower.replayed(one, batch)
+            self.follower.published(seq, payload)
         return True
 
     def until(self, prompts: set[tuple[int, ...]], deadline_s: float = 20.0) -> None:
@@ -184,6 +127,6 @@ class Subscriber:
                 empty, _topic, number, payload = dealer.recv_multipart()
                 seq = int.from_bytes(number, "big", signed=True)
                 assert empty == b""
-                if seq == END:
+                if seq == REPLAY_END:
                     return found
                 found.append((seq, payload))

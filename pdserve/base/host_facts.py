@@ -24,8 +24,8 @@ class HostFacts:
     """Facts of one host at one moment.
 
     `time_s`: seconds since 1970 by this host's clock. Both memory sizes are bounded by the container's limits.
-    `shm_free_bytes`: free space of `/dev/shm`. `rdma_devices`: names of the kernel's RDMA
-    devices, such as `mlx5_0`.
+    `shm_free_bytes`: free space of `/dev/shm`. `rdma_devices`: names of the kernel's RDMA devices, such as `mlx5_0`.
+    `rdma_ports`: state of each port by device and number, such as `{"mlx5_0:1": "ACTIVE"}`.
     """
 
     name: str
@@ -34,6 +34,7 @@ class HostFacts:
     memory_total_bytes: int | None
     shm_free_bytes: int | None
     rdma_devices: tuple[str, ...]
+    rdma_ports: dict[str, str]
 
 
 def host_facts() -> HostFacts:
@@ -53,6 +54,7 @@ def host_facts() -> HostFacts:
         memory_total_bytes=total,
         shm_free_bytes=shm_free,
         rdma_devices=rdma_devices(),
+        rdma_ports=rdma_ports(),
     )
 
 
@@ -62,6 +64,22 @@ def rdma_devices(folder: Path = INFINIBAND) -> tuple[str, ...]:
         return tuple(sorted(entry.name for entry in folder.iterdir()))
     except OSError:
         return ()
+
+
+def rdma_ports(folder: Path = INFINIBAND) -> dict[str, str]:
+    """Return the state of each port of the RDMA devices in `folder`, by `DEVICE:PORT`; without those of no file.
+
+    A port that can move data is `ACTIVE`; others are `DOWN`, `INIT`, `ARMED` or `ACTIVE_DEFER`.
+    """
+    found = {}
+    for device in rdma_devices(folder):
+        try:
+            for port in sorted((folder / device / "ports").iterdir()):
+                state = (port / "state").read_text()  # such as `4: ACTIVE`
+                found[f"{device}:{port.name}"] = state.rpartition(":")[2].strip()
+        except OSError:
+            continue
+    return found
 
 
 def cpu_model(info: Path = CPU_INFO) -> str:

@@ -40,7 +40,7 @@ FORMS = tuple(
         rf"(?i)({SECRET_FLAG.pattern}(?:=|\s+|{_QUOTE},\s{{0,4}}(?={_QUOTE}))(?:{_QUOTE})?)(?!-)[^\s\"'\\]+",
         rf"(?i)(?=[aspt])((?:{_WORD}|token|pass)(?:{_QUOTE})?{_IS}{_QUOTE})[^\"'\\]+",
         rf"(?i)(?=[asp])({_WORD}{_IS}){_VALUE}+",
-        rf"(?i)(token{_IS})(?!https?:)(?=[^\s\"',;&]*\d)(?=[^\s\"',;&]*[a-z]){_VALUE}{{6,}}",
+        rf"(?i)(token{_IS})(?!https?:)(?=[^\s\"',;&]{{0,200}}\d)(?=[^\s\"',;&]{{0,200}}[a-z]){_VALUE}{{6,}}",
         rf"((?:KEY|TOKEN|PASS|SECRET|HEADERS)=(?:{_QUOTE})?)(?!\[redacted)[^\s\"'\\]+",
         r"(\s-u\s+)[^\s:]{1,200}:\S+",
         r"(?s)()-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----.*?(?:-----END [A-Z ]{0,40}PRIVATE KEY-----|\Z)",

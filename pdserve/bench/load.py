@@ -52,6 +52,12 @@ class BackgroundLoad:
     turns: Iterator[BenchTurn]
     concurrency: int
     start_s: float = 0.0
+    _drawing: asyncio.Lock = dataclasses.field(init=False, repr=False, default_factory=asyncio.Lock)
+
+    async def draw(self) -> BenchTurn | None:
+        """Return the next turn, None behind the last one. A thread makes it: a long text takes tens of milliseconds."""
+        async with self._drawing:
+            return await asyncio.to_thread(next, self.turns, None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,7 +138,7 @@ async def run_load(
     async def run_background(load: BackgroundLoad) -> None:
         if load.start_s > 0:
             await sleep(load.start_s)
-        for turn in load.turns:
+        while (turn := await load.draw()) is not None:
             beside.append(record := BenchRecord())
             await client.send(turn.prompt, turn.output_len, start, record)
             if record.error_kind is not None:

@@ -71,12 +71,17 @@ class PromptMaker:
             return " ".join(rng.choices(WORDS, k=length))
         ids = self.ids(rng, length)
         for _ in range(3):  # encoding a decoded text again seldom gives the same number of tokens at once
-            text = self._tokenizer.decode(ids, skip_special_tokens=False)
-            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+            text = self._text_of(ids)
+            ids = self._tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
             if len(ids) == length:
                 return text
             ids = ids[:length] + self.ids(rng, max(0, length - len(ids)))
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
+        return self._text_of(ids)
+
+    def _text_of(self, ids: Sequence[int]) -> str:
+        """Decode ids. Other threads run meanwhile, as they do beside `encode_batch`, but not beside single texts."""
+        assert self._tokenizer is not None
+        return self._tokenizer.decode_batch([list(ids)], skip_special_tokens=False)[0]
 
     def prompt(self, rng: random.Random, length: int) -> str | list[int]:
         """Return a prompt of this maker's kind."""

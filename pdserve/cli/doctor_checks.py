@@ -228,14 +228,17 @@ def _different(
 
 
 def check_network(fleet: Fleet) -> Iterator[Finding]:
-    """Find transports that differ, TCP beside RDMA devices, and endpoints that peers on other hosts cannot reach."""
+    """Find transports that differ, NICs that are absent or down, TCP beside RDMA devices, and endpoints that peers on
+    other hosts cannot reach.
+    """
     halves = [*fleet.of("prefill"), *fleet.of("decode")]
     for name in TRANSPORT_FACTS:  # the second one follows from the first
         if found := list(_different(halves, (name,), "transport", "error", lambda one: one.facts)):
             yield from found
             break
     for server in halves:
-        nics = (server.info.get("host_facts") or {}).get("rdma_devices") or []
+        nics = _devices(server)
+        yield from _check_nics(server, nics)
         if nics and server.facts.get("transfer_protocol") == "tcp":
             what = f"KV moves over TCP, and the host has RDMA devices: {', '.join(nics)}"
             fix = "give --disaggregation-ib-device, and --mooncake-protocol rdma"
@@ -244,6 +247,34 @@ def check_network(fleet: Fleet) -> Iterator[Finding]:
         if endpoint and is_loopback(f"tcp://{endpoint}") and not is_loopback(server.url):
             what = f"its control endpoint is {endpoint}, which other hosts cannot reach"
             yield _finding("endpoint", "error", server, what, "give --disaggregation-host the address of the host")
+
+
+def _devices(server: FleetServer) -> list[str]:
+    """Return the names of the RDMA devices of a server's host; empty where the server does not tell them."""
+    named = (server.info.get("host_facts") or {}).get("rdma_devices")
+    return [str(name) for name in named] if isinstance(named, list) else []
+
+
+def _check_nics(server: FleetServer, nics: Sequence[str]) -> Iterator[Finding]:
+    """Find NICs of `--disaggregation-ib-device` that the host lacks, and NICs in use without an active port."""
+    facts = server.info.get("host_facts") or {}
+    if not isinstance(facts.get("rdma_devices"), list):
+        return
+    named = [name.strip() for name in str(server.info.get("disaggregation_ib_device") or "").split(",") if name.strip()]
+    absent = [name for name in named if name not in nics]
+    if absent:
+        has = f"has {', '.join(nics)}" if nics else "has no RDMA device"
+        what = f"--disaggregation-ib-device names {', '.join(absent)}, and the host {has}"
+        yield _finding("nic", "error", server, what, "name devices of /sys/class/infiniband on that host")
+    states = facts.get("rdma_ports")
+    ports = states if isinstance(states, dict) else {}
+    in_use = named or (list(nics) if server.facts.get("transfer_protocol") == "rdma" else [])
+    for name in in_use:
+        own = {port: state for port, state in ports.items() if port.partition(":")[0] == name}
+        if own and "ACTIVE" not in own.values():
+            listed = ", ".join(f"port {port.partition(':')[2]} is {state}" for port, state in own.items())
+            fix = "check cable, switch and subnet manager (ibstat), or name another NIC"
+            yield _finding("nic", "error", server, f"no port of {name} is ACTIVE: {listed}", fix)
 
 
 def check_memory(fleet: Fleet) -> Iterator[Finding]:

@@ -173,7 +173,7 @@ def make_scheduler(
     input_source: InputSource,
     switcher: RoleSwitcher,
     *,
-    live_facts: Callable[[], Mapping[str, float]] | None = None,
+    live_facts: Callable[[], Mapping[str, str | float]] | None = None,
     idle_batches: IdleBatches | None = None,
     heartbeat: Heartbeat | None = None,
     num_gated: Callable[[], int] | None = None,

@@ -11,27 +11,36 @@ import dataclasses
 import hashlib
 import json
 import logging
+from collections.abc import Callable, Mapping, Sequence
 
 from pdserve.config import ServerConfig
 from pdserve.engine.replica import ReplicaEngine
 from pdserve.memory.cache_recorder import AdapterKeys, CacheRecorder
+from pdserve.memory.layout import PageSpace
 from pdserve.memory.page_keys import KeyNamespace
 from pdserve.model.paths import resolve_model_path
 from pdserve.model.weights_digest import weights_digest
 from pdserve.observe.kv_events import KVEventStream, groups_of
+from pdserve.observe.kv_keys import KEYS_FACT, Group, ReplicaKeys
 from pdserve.observe.kv_publisher import KVEventPublisher
 from pdserve.observe.load_events import LoadPublisher
 
 log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class KVEvents:
-    """The recorders of a replica's prefix cache and of its host tier, and the publisher that they feed."""
+    """The recorders of a replica's prefix cache and of its host tier, and the publisher that they feed.
+
+    `namespace`, `groups`, `adapters`: see `ReplicaKeys`; `adapters` returns those that are loaded now.
+    """
 
     recorder: CacheRecorder
     host_recorder: CacheRecorder
     publisher: KVEventPublisher
+    namespace: KeyNamespace
+    groups: Sequence[Group]
+    adapters: Callable[[], Mapping[str, str]]
 
     def endpoints(self) -> dict[str, str | None]:
         """Return the addresses of the sockets, as facts of the engine."""
@@ -43,10 +52,15 @@ class KVEvents:
     def change_weights(self, namespace: KeyNamespace) -> None:
         """Make the keys of later pages with other weights. The caches are empty."""
         self.recorder.weights_changed(namespace)
+        self.namespace = namespace
 
-    def facts(self) -> dict[str, float]:
-        """Return counts for `/get_server_info`."""
-        return {**self.publisher.facts(), "kv_events_lost": float(self.recorder.num_lost + self.host_recorder.num_lost)}
+    def facts(self) -> dict[str, str | float]:
+        """Return counts for `/get_server_info`, and how block hashes are made."""
+        return {
+            **self.publisher.facts(),
+            "kv_events_lost": float(self.recorder.num_lost + self.host_recorder.num_lost),
+            KEYS_FACT: ReplicaKeys(self.namespace, self.groups, self.adapters()).to_json(),
+        }
 
 
 def open_kv_events(
@@ -62,9 +76,10 @@ def open_kv_events(
     events, built = config.kv_events, engine.built
     if events is None or not config.wants_prefix_cache:
         return None
+    namespace, groups = key_namespace(config, engine), groups_of(built.layout)
     stream = KVEventStream(
-        key_namespace(config, engine),
-        groups_of(built.layout),
+        namespace,
+        groups,
         dp_rank=dp_rank,
         wire_form=events.wire_form,
         buffer_steps=events.buffer_steps,
@@ -79,7 +94,14 @@ def open_kv_events(
         )
     loras = built.loras
     adapters = None if loras is None else AdapterKeys(loras.key_shift, loras.adapter_of_key)
-    return KVEvents(CacheRecorder(publisher, adapters), CacheRecorder(publisher, adapters, of_host=True), publisher)
+    return KVEvents(
+        CacheRecorder(publisher, adapters),
+        CacheRecorder(publisher, adapters, of_host=True),
+        publisher,
+        namespace,
+        sorted(groups.values(), key=lambda group: (group is not groups[PageSpace.TOKENS], group.index)),
+        lambda: {} if loras is None else loras.digests,
+    )
 
 
 def open_load_events(config: ServerConfig, dp_rank: int, stack: contextlib.ExitStack) -> LoadPublisher | None:

@@ -242,7 +242,7 @@ class LeaderRoles:
             profile_name=f"{mode if mode != 'null' else 'server'}-DP-{dp_rank}",
         )
 
-    def live_facts(self) -> dict[str, float]:
+    def live_facts(self) -> dict[str, str | float]:
         """Return the facts that change while the engine runs."""
         return {**self._engine.facts(), **({} if self.events is None else self.events.facts())}
 

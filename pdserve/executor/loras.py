@@ -109,6 +109,11 @@ class LoraAdapters:
         """Names of the loaded adapters."""
         return tuple(self._loaded)
 
+    @property
+    def digests(self) -> dict[str, str]:
+        """Digests of the loaded adapters by name, as in `CacheAdapter`."""
+        return {name: adapter.digest for name, adapter in self._loaded.items()}
+
     def prepare(self, name: str, path: str) -> Future[LoraAdapter] | None:
         """Begin to read an adapter on a thread; None: `load` will refuse it, or it is being read.
 

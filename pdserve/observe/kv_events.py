@@ -28,6 +28,7 @@ from pdserve.memory.cache_recorder import (
 from pdserve.memory.layout import GroupKind, KVLayout, PageSpace
 from pdserve.memory.page_keys import KeyNamespace, short_hash
 from pdserve.memory.prefix_cache import TOKEN_BYTES
+from pdserve.observe.kv_keys import STATE_KIND, Group
 
 MEDIUM, HOST_MEDIUM = "GPU", "CPU"
 """Medium of pages that steps read, and of the host tier; readers know these names, on a server without GPU as well."""
@@ -41,7 +42,7 @@ _KINDS = {
     GroupKind.FULL: "full_attention",
     GroupKind.WINDOW: "sliding_window",
     GroupKind.MLA: "mla_attention",
-    GroupKind.STATE: "mamba",
+    GroupKind.STATE: STATE_KIND,
 }
 
 
@@ -104,15 +105,6 @@ class EventBatch(msgspec.Struct, array_like=True):
     ts: float
     events: list[Any]
     data_parallel_rank: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Group:
-    """What events say about a group of the layout."""
-
-    index: int
-    kind: str
-    window: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Where the cached tokens of a prompt were found: on the device, in host memory, or in the store.
+"""Cached tokens of a prompt: where they were found (on the device, in host memory, or in the store), and the salt.
 
 The scheduler counts them when a request starts. Prefill sends the numbers to decode in the aux slot
 (`transfer/aux.py`). Answers, metrics, resume states of streams, and snapshots have them.
@@ -42,3 +42,11 @@ class CachedTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
             if storage_backend is not None:
                 fields["storage_backend"] = storage_backend
         return fields
+
+
+def joined_salt(*parts: str | None) -> str:
+    """Return the cache salt of a request from its `cache_salt` and `extra_key`; empty where both are None.
+
+    One of them alone is the salt; both together are another salt than either.
+    """
+    return "\0".join(part for part in parts if part is not None)

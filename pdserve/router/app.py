@@ -48,11 +48,13 @@ from pdserve.router.http import (
 )
 from pdserve.router.openapi import PATH as OPENAPI_PATH
 from pdserve.router.openapi import OpenApi
+from pdserve.router.policies import KVAware
 from pdserve.router.proxy.attempts import SHUTTING_DOWN, WRITE_S, Drain
 from pdserve.router.proxy.dispatch import Dispatcher
 from pdserve.router.proxy.generate import GenerateHandler
 from pdserve.router.proxy.migration import PATH as MIGRATE_PATH
 from pdserve.router.proxy.migration import Migrator
+from pdserve.router.proxy.prompt_tokens import PromptTokenizer
 from pdserve.router.proxy.relay import failure_response
 from pdserve.router.proxy.replication import PATH as REPLICATE_PATH
 from pdserve.router.proxy.replication import PrefixReplication
@@ -65,6 +67,7 @@ from pdserve.router.workers.engine_metrics import PATH as ENGINE_METRICS_PATH
 from pdserve.router.workers.engine_metrics import EngineMetrics
 from pdserve.router.workers.fanout import GROUP_COMMANDS, MEMORY_COMMANDS, UPDATES, WorkerFanout
 from pdserve.router.workers.health import HealthMonitor
+from pdserve.router.workers.kv_events import KVEventSubscriptions
 from pdserve.router.workers.metrics import RouterMetrics
 from pdserve.router.workers.outcome import make_session
 from pdserve.router.workers.role_switch import PATH as ROLE_SWITCH_PATH
@@ -117,7 +120,13 @@ class RouterApp:
         )
         self.health.on_up.append(self.watchdog.compare_tokens)
         self._fanout = WorkerFanout(config, self.registry, self.health, session, self.watchdog.recheck)
-        self._workers_api = WorkersApi(config, self.registry, self.admission.wake, self.admission.now)
+        indexes = {
+            role: policy.index for role, policy in self.admission.policies.items() if isinstance(policy, KVAware)
+        }
+        self.kv_events = KVEventSubscriptions(indexes, self.health, self.metrics)
+        self._workers_api = WorkersApi(
+            config, self.registry, self.admission.wake, self.admission.now, self.kv_events.describe
+        )
         self._role_switch = RoleSwitch(
             config, self.registry, self.health, session, self.admission.wake, self.admission.now
         )
@@ -139,9 +148,11 @@ class RouterApp:
         self._sessions = RouterSessions(
             OpenSessions(time.monotonic), config.access.keys, self._fanout, self.admission, self._drain
         )
+        uses_tokens = any(policy.uses_tokens for policy in self.admission.policies.values())
+        tokenizer = PromptTokenizer(self._fanout, self.metrics, enabled=uses_tokens)
         self._handler = GenerateHandler(
             *(config, dispatcher, self.admission, self.metrics, self._stats, self.history.history, bodies),
-            *(self._drain, self._tracing, self._responses, self._sessions),
+            *(self._drain, self._tracing, self._responses, self._sessions, tokenizer),
         )
         for spec in config.workers:
             self.registry.add(spec)
@@ -173,6 +184,7 @@ class RouterApp:
         await self._observer.close()
         await self._engine_metrics.close()
         await self.health.close()
+        await self.kv_events.close()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
 
@@ -237,6 +249,7 @@ class RouterApp:
         """Return the router's metrics in Prometheus text format."""
         self.metrics.show(self.registry.workers, self.admission.num_waiting, self.admission.now())
         self.metrics.show_pairs(self.admission.pairs)
+        self.kv_events.show(self.registry.workers)
         return web.Response(body=self.metrics.render(), headers={"Content-Type": "text/plain; version=0.0.4"})
 
     def routes(self) -> list[web.RouteDef]:
@@ -279,6 +292,7 @@ class RouterApp:
 
     def _forget(self, worker: Worker) -> None:
         self.health.unwatch(worker)
+        self.kv_events.forget(worker)
         self.metrics.forget(worker)
         for policy in self.admission.policies.values():
             policy.forget(worker.spec.url)

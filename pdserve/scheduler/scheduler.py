@@ -107,7 +107,7 @@ class Scheduler(UpdatableWeights, ManagedMemory):
         overlap: bool = False,
         profile_name: str = "TP-0",
         facts: Mapping[str, str | int | float | bool | None] | None = None,
-        live_facts: Callable[[], Mapping[str, float]] | None = None,
+        live_facts: Callable[[], Mapping[str, str | float]] | None = None,
         idle_batches: IdleBatches | None = None,
         heartbeat: Heartbeat | None = None,
         num_gated: Callable[[], int] | None = None,

@@ -69,7 +69,11 @@ class StateReporter:
     """Makes the `EngineState` of a scheduler. Scheduler thread only."""
 
     def __init__(
-        self, context: SchedulerContext, live_facts: Callable[[], Mapping[str, float]] | None, *, by_priority: bool
+        self,
+        context: SchedulerContext,
+        live_facts: Callable[[], Mapping[str, str | float]] | None,
+        *,
+        by_priority: bool,
     ) -> None:
         """`live_facts` returns facts that change, None: there are none. `by_priority`: count requests by priority."""
         self._context, self._live_facts, self._by_priority = context, live_facts, by_priority

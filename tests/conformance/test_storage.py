@@ -301,6 +301,24 @@ def test_mooncake_master_is_killed_and_comes_back(master: Master) -> None:
 
 
 @pytest.mark.slow
+def test_mooncake_master_is_stopped_and_goes_on(master: Master) -> None:
+    """A master that does not answer costs one deadline; when it goes on, its objects are there."""
+    with mooncake_client(master.options()) as client:
+        pages = fill(client, 4)
+        assert read(client, 4, 5.0)[0] == pages
+        os.kill(master.process.pid, signal.SIGSTOP)
+        took = []
+        for _ in range(6):
+            found, took_s = read(client, 4, 1.0)
+            assert not found
+            took.append(took_s)
+        assert max(took) < 1.5 and sum(took) < 2.5
+        os.kill(master.process.pid, signal.SIGCONT)
+        wait_until(lambda: client.breaker.state is StorageBreakerState.CLOSED, "the breaker closes", 90)
+        wait_until(lambda: read(client, 4, 1.0)[0] == pages, "the pages are read again", 90)
+
+
+@pytest.mark.slow
 def test_mooncake_without_a_master() -> None:
     """A server without a master starts at once; every look-up is a miss at once."""
     options = StorageOptions(of_backend={"master_server_address": f"127.0.0.1:{free_port()}"})

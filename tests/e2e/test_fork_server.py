@@ -52,6 +52,7 @@ def test_its_ranks_end_with_it(server: Server) -> None:
     assert server.child.end(1.0) == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_a_pair_of_new_interpreters_answers(
     tiny_checkpoint: Callable[[Family], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

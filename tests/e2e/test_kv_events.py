@@ -14,6 +14,8 @@ import pytest
 import requests
 import zmq
 
+from pdserve.observe.kv_keys import PromptKeys
+from pdserve.router.workers.kv_events import endpoints_of
 from tests.e2e.harness import Server, generate_batch, running_monolith, running_pair
 from tests.kv_reader import Subscriber, events_of
 from tests.tiny import VOCAB_SIZE, Family
@@ -160,6 +162,28 @@ def test_a_reader_of_a_monolith_has_its_cache(monolith: Server) -> None:
         assert monolith.state()["counters"]["evicted_pages"] > 0
     finally:
         reader.close()
+
+
+def test_the_keys_that_a_server_states_give_the_hashes_of_its_events(monolith: Server) -> None:
+    """As the router's policy kv_aware uses them, which `test_kv_routing.py` tests."""
+    reader, given = follow(monolith), dict(zip(("", "tenant"), prompts(2, seed=9), strict=True))
+    try:
+        for salt, one in given.items():
+            body = {"input_ids": one, "sampling_params": {"max_new_tokens": 1}, "cache_salt": salt or None}
+            assert requests.post(f"{monolith.url}/generate", json=body, timeout=60).status_code == 200
+        catch_up(monolith, reader)
+    finally:
+        reader.close()
+    [replica] = endpoints_of(monolith.state(), "127.0.0.1").values()
+    assert replica.topic == EVENTS["topic"]
+    for right, one in given.items():
+        for salt in ("", "tenant", "other"):
+            prompt = PromptKeys(one, salt=salt)
+            root = replica.keys.root(prompt)
+            assert root is not None
+            hashes = prompt.hashes(replica.keys.namespace, root, len(one))
+            assert len(hashes) == len(one) // PAGE > 0
+            assert (set(hashes) <= reader.follower.copy.blocks[0].keys()) is (salt == right)
 
 
 @pytest.mark.slow

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+import requests
 
 from tests.adapters import write_adapter
-from tests.e2e.moves import greedy, migrate, refusal, seeded, servers, with_grammar
-from tests.tiny import WINDOW_FAMILIES, Family, make_tiny
+from tests.e2e.harness import Server
+from tests.e2e.moves import assert_equal, greedy, migrate, refusal, seeded, servers, with_grammar
+from tests.mtp import write_with_mtp
+from tests.tiny import EOS_ID, WINDOW_FAMILIES, Family, make_tiny
+from tests.unit.model.native_kit import needs_kernels
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 COMMON = ("--dtype", "float32", "--max-total-tokens", "16384", "--disaggregation-transfer-backend", "shm")
 CACHED = "--disaggregation-decode-enable-radix-cache"
 TP2 = ("--tp-size", "2", CACHED)
+DP2 = ("--dp-size", "2", CACHED)
+NEXTN = ("--speculative-algorithm", "NEXTN", "--speculative-num-steps", "3", "--no-speculative-adaptive")
 NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4", "--no-speculative-adaptive")
 
 
@@ -28,6 +36,46 @@ def test_servers_of_one_and_two_ranks(tiny_checkpoint: Callable[[Family], Path])
             answers = made.check_moves(source, target, *bodies)
             assert all(answer["num_stages"] for answer in answers), answers
             assert target.counter("migrations_in") >= len(bodies)
+
+
+def test_servers_of_one_and_two_replicas(tiny_checkpoint: Callable[[Family], Path]) -> None:
+    """DP 2 to 2, 2 to 1 and 1 to 2, four streams at a time. The replica that takes a request has all of its stages."""
+    bodies = [greedy(400, length=150, seed=number) for number in (1, 2)] + [seeded(400), with_grammar(400)]
+    with servers(str(tiny_checkpoint("llama")), [DP2, DP2, (CACHED,)], *COMMON) as made, ThreadPoolExecutor(4) as pool:
+        two, other, one = made.decodes
+        expected = [made.run(one, body) for body in bodies]
+        for source, target in ((two, other), (other, two), (two, one), (one, other)):
+            for server in (source, target):
+                assert requests.post(f"{server.url}/flush_cache?timeout=20", timeout=30).status_code == 200
+            cached = target.counter("decode_cached_tokens")
+
+            def move(body: dict[str, Any], source: Server = source, target: Server = target) -> tuple[Any, Any]:
+                return made.moved(source, target, body)
+
+            moved = list(pool.map(move, bodies))
+            for (found, answer), should, body in zip(moved, expected, bodies, strict=True):
+                assert_equal(found, should, body)
+                assert answer["num_stages"], answer
+            prompts = sum(len(body["input_ids"]) // 16 * 16 for body in bodies)
+            assert target.counter("decode_cached_tokens") - cached >= prompts, "stages are where their requests are"
+
+
+@needs_kernels
+@pytest.mark.parametrize("replicas", [(), ("--dp-size", "2")], ids=["one replica", "two replicas"])
+def test_servers_with_an_mtp_module(replicas: tuple[str, ...], tmp_path: Path) -> None:
+    """The hidden state that the next draft begins with goes along, and tokens are those without drafts."""
+    sizes = {"linear_key_head_dim": 32, "linear_value_head_dim": 16, "eos_token_id": EOS_ID}
+    model = str(write_with_mtp("qwen3_5_text", tmp_path / "model", agrees=0.05, **sizes))
+    flags = ("--dtype", "bfloat16", *COMMON[2:])
+    bodies = (greedy(200), seeded(200), with_grammar(200))
+    with servers(model, [()], *flags) as plain:
+        expected = [plain.run(plain.decodes[0], body) for body in bodies]
+    with servers(model, [replicas, replicas], *flags, *NEXTN) as made:
+        for source, target in (made.decodes, made.decodes[::-1]):
+            before = target.counter("spec_accepted_tokens")
+            for body, should in zip(bodies, expected, strict=True):
+                assert_equal(made.moved(source, target, body)[0], should, body)
+            assert target.counter("spec_accepted_tokens") > before, "the drafts go on"
 
 
 def test_a_request_moves_with_its_adapter(tmp_path: Path) -> None:

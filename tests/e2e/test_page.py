@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 
+from tests.adapters import write_adapter
 from tests.browser import open_browser
-from tests.e2e.harness import Pair, Server, running, running_pair, start_router, until
+from tests.e2e.harness import Pair, Server, running, running_monolith, running_pair, start_router, until
 from tests.tiny import Family
 
 WAIT_S = 30.0
@@ -302,6 +304,70 @@ def test_a_server_without_a_router_has_the_page(browser: webdriver.Chrome, pair:
     until(lambda: browser.find_elements(By.CSS_SELECTOR, "pd-charts .uplot canvas"), WAIT_S, "its history")
     assert text(browser, "#status") == "serving"
     assert_only_this_origin_was_asked(browser, pair.decode.url)
+
+
+def monolith_flags(directory: Path, *more: str) -> tuple[str, ...]:
+    return (
+        *("--served-model-name", "tiny", "--max-total-tokens", "2048", "--dtype", "float32", "--page-size", "16"),
+        *("--enable-hierarchical-cache", "--hicache-ratio", "2", "--hicache-storage-backend", "file"),
+        *("--hicache-storage-backend-extra-config", json.dumps({"directory": str(directory)}), *more),
+    )
+
+
+def test_a_monolith_shows_its_adapter_its_store_and_a_request(
+    browser: webdriver.Chrome, tiny_checkpoint: Callable[[Family], Path], tmp_path: Path
+) -> None:
+    model = tiny_checkpoint("llama")
+    lora = ("--enable-lora", "--lora-paths", f"poet={write_adapter(tmp_path / 'adapter', model)}")
+    with running_monolith(str(model), *monolith_flags(tmp_path / "store", *lora)) as server:
+        browser.get_log("browser")
+        browser.get(f"{server.url}/dashboard")
+        until(lambda: [one.get_attribute("data-role") for one in cards(browser)] == ["regular"], WAIT_S, "the server")
+        until(lambda: "store file" in card(browser, "regular").text, WAIT_S, "its store")
+        assert text(browser, "#status") == "serving"
+        assert not browser.find_element(By.CSS_SELECTOR, ".pool[data-role=prefill]").is_displayed()
+        until(lambda: "poet" in text(browser, ".models"), WAIT_S, "the models")
+        listed = each(browser, ".models li", "textContent")
+        assert len(listed) == 2 and listed[0].startswith("tiny") and "model, context" in listed[0], listed
+        assert listed[1].startswith("poet") and "adapter of tiny" in listed[1], listed
+        browser.find_element(By.CSS_SELECTOR, "pd-config summary").click()
+        until(lambda: "hicache_storage_backend" in text(browser, ".settings th"), WAIT_S, "the settings")
+
+        sampling = {"max_new_tokens": 8, "ignore_eos": True}
+        body = {"text": "hello", "rid": "by-poet", "lora_path": "poet", "sampling_params": sampling}
+        assert requests.post(f"{server.url}/generate", json=body, timeout=30).status_code == 200
+        until(lambda: "by-poet" in "".join(each(browser, "li.row", "title")), WAIT_S, "the request")
+        browser.find_element(By.CSS_SELECTOR, "li.row[title*='by-poet'] .when").click()
+        until(lambda: "generation" in text(browser, "pd-request .waterfall"), WAIT_S, "its parts")
+        browser.find_element(By.CSS_SELECTOR, "pd-request .close").click()
+        assert browser.get_log("browser") == []
+        assert_only_this_origin_was_asked(browser, server.url)
+
+
+@pytest.mark.slow
+def test_a_monolith_has_a_chart_of_its_store(
+    browser: webdriver.Chrome, tiny_checkpoint: Callable[[Family], Path], tmp_path: Path
+) -> None:
+    with running_monolith(str(tiny_checkpoint("llama")), *monolith_flags(tmp_path / "store")) as server:
+
+        def written() -> list[float | None]:
+            series = requests.get(f"{server.url}/observe/history", timeout=10).json()["series"]
+            return list(series.get("kv_store_written", []))
+
+        browser.get(f"{server.url}/dashboard")
+        until(lambda: 0.0 in written(), WAIT_S, "nothing is written")
+        body = {"input_ids": list(range(3, 203)), "sampling_params": {"max_new_tokens": 8, "ignore_eos": True}}
+        for _ in range(3):  # pages are written when they have been used again
+            assert requests.post(f"{server.url}/generate", json=body, timeout=30).status_code == 200
+        until(lambda: any(written()), WAIT_S, "the history has what was written")
+        until(lambda: shows_lines(browser, "KV store"), WAIT_S, "and the chart shows it")
+
+
+def shows_lines(browser: webdriver.Chrome, name: str) -> bool:
+    """Whether the chart `name` is shown, with a canvas."""
+    figures = browser.find_elements(By.CSS_SELECTOR, "pd-charts figure")
+    found = next((one for one in figures if one.text.startswith(name)), None)
+    return found is not None and bool(found.find_elements(By.CSS_SELECTOR, ".uplot canvas"))
 
 
 def test_the_pages_of_the_api_show_and_send_requests(browser: webdriver.Chrome, pair: Pair) -> None:

@@ -45,7 +45,7 @@ class Models:
         self.outputs: list[list[Any]] = []
         for model in references:
             tokens = [reference_greedy(model, prompt, NUM_NEW) for prompt in (*PROMPTS, *chats)]
-            texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in tokens[len(PROMPTS) :]]
+            texts = [_whole(tokenizer.decode(ids, skip_special_tokens=True)) for ids in tokens[len(PROMPTS) :]]
             self.outputs.append([*tokens[: len(PROMPTS)], *texts])
         assert all(first != second for first, second in zip(*self.outputs, strict=True))
 
@@ -114,13 +114,18 @@ class Load:
         index = number % len(CHATS)
         answer = self._post("/v1/chat/completions", {"messages": CHATS[index], **CHAT_SAMPLING, "stream": True})
         pieces = [event["choices"][0]["delta"].get("content") or "" for event in _events(answer) if event["choices"]]
-        self.answers.append((len(PROMPTS) + index, answer.headers["x-weight-version"], "".join(pieces)))
+        self.answers.append((len(PROMPTS) + index, answer.headers["x-weight-version"], _whole("".join(pieces))))
 
     def _message(self, number: int) -> None:
         index = number % len(CHATS)
         answer = self._post("/v1/messages", {"messages": CHATS[index], **CHAT_SAMPLING})
         text = "".join(block["text"] for block in answer.json()["content"])
-        self.answers.append((len(PROMPTS) + index, answer.headers["x-weight-version"], text))
+        self.answers.append((len(PROMPTS) + index, answer.headers["x-weight-version"], _whole(text)))
+
+
+def _whole(text: str) -> str:
+    """`text` without a character at its end that has not all of its bytes: servers leave it out."""
+    return text.rstrip("\ufffd")
 
 
 def _events(answer: requests.Response) -> list[Any]:

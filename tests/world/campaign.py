@@ -226,8 +226,7 @@ def play(
     if tiers and seed % 3 == 0:
         cluster.net.objects.update(stored_by_other_weights(seed, it.shape, it.prompts))
     answers = cluster.run(it.prompts, MEETS, it.late)
-    takes_turns = base != "full" and it.shape.num_slots < 3  # behind a server that stopped, a turn may come too late
-    local = LOCAL if it.faults.max_stop_s > 90.0 or takes_turns else LOCAL | {"stops"}
+    local = LOCAL if it.faults.max_stop_s > 90.0 or _takes_turns(it, base, migrations) else LOCAL | {"stops"}
     spared = _spared(it, cluster) if (HARMLESS | local).issuperset(it.kinds) else set()
     spared |= set(range(len(it.prompts), len(answers)))
     is_prompt = len(it.kinds) < 3 and not STAND_STILL.intersection(it.kinds) and it.faults.max_look_up_s <= 60.0
@@ -261,6 +260,16 @@ def _spared(it: Setting, cluster: Cluster) -> set[int]:
         if hosts.intersection(server.host for server in client.servers):
             hit.add(client.prompt.tokens)
     return {index for index, prompt in enumerate(it.prompts) if prompt.tokens not in hit}
+
+
+def _takes_turns(it: Setting, base: str, migrations: bool) -> bool:
+    """Whether decode servers have room for one request at a time: behind several that wait for servers which have
+    stopped, the last one's turn may come too late.
+    """
+    if base != "full":
+        return it.shape.num_slots < 3
+    longest = max(len(prompt.tokens) + prompt.max_new_tokens for prompt in it.prompts)
+    return migrations and it.shape.num_pages < 2 * pages_for(longest, it.shape.page_tokens)
 
 
 def check(

@@ -113,15 +113,18 @@ class TlsConfig:
         return client_context(self.worker_ca, self.client_cert, self.client_key, flags)
 
 
-PolicyName = Literal["cache_aware", "least_loaded", "power_of_two", "round_robin", "random", "consistent_hashing"]
+PolicyName = Literal[
+    "cache_aware", "kv_aware", "least_loaded", "power_of_two", "round_robin", "random", "consistent_hashing"
+]
 PrefillPolicyName = Literal[PolicyName, "bucket"]
 
 POLICY_HELP = (
-    "how servers are chosen for a request: cache_aware (the server with the longest cached prefix, unless loads are "
-    "imbalanced), least_loaded, power_of_two (the less loaded of two random servers), round_robin, random, or "
-    "consistent_hashing (a conversation stays on one server; its key is header X-SMG-Routing-Key or X-Session-ID, "
-    "field session_params.id, conversation, prompt_cache_key or user, else the start of its prompt); or the name of an "
-    "entry point of the group pdserve.router_policies"
+    "how servers are chosen for a request: cache_aware (the server that was sent the longest prefix, unless loads are "
+    "imbalanced), kv_aware (the server whose KV events say that it has cached most of the prompt), least_loaded, "
+    "power_of_two (the less loaded of two random servers), round_robin, random, or consistent_hashing (a conversation "
+    "stays on one server; its key is header X-SMG-Routing-Key or X-Session-ID, field session_params.id, conversation, "
+    "prompt_cache_key or user, else the start of its prompt); or the name of an entry point of the group "
+    "pdserve.router_policies"
 )
 
 

@@ -98,9 +98,15 @@ def _add_policies(group: Group) -> None:
     text = "replaces --policy for prefill servers; bucket: prompts of similar length go to one server"
     add("--prefill-policy", choices=(*given, "bucket"), metavar=f"{shown[:-1]},bucket}}", help=text)
     add("--decode-policy", choices=given, metavar=shown, help="replaces --policy for decode servers")
-    text = "cache_aware: minimum share of a prompt, 0 to 1, that a server must have cached to be chosen for its cache"
+    text = (
+        "cache_aware and kv_aware: minimum share of a prompt, 0 to 1, that a server must have cached to be chosen for "
+        "its cache"
+    )
     add("--cache-threshold", type=float, default=own.cache_threshold, help=text)
-    text = "cache_aware and bucket: choose by load alone if loads differ by more than this number of requests"
+    text = (
+        "cache_aware and bucket: choose by load alone if loads differ by more than this number of requests; kv_aware: "
+        "choose no server whose load is more than this above the smallest"
+    )
     add("--balance-abs-threshold", type=float, default=own.balance_abs_threshold, help=text)
     text = "and by more than this factor"
     add("--balance-rel-threshold", type=float, default=own.balance_rel_threshold, help=text)

@@ -18,9 +18,10 @@ from pdserve.router.policies.basic import (
     RoundRobin,
     RoutedRequest,
 )
+from pdserve.router.policies.kv_aware import KVAware
 from pdserve.router.policies.prefix_tree import CacheAware
 
-__all__ = ["Candidate", "Policy", "RoutedRequest", "make_policy"]
+__all__ = ["Candidate", "KVAware", "Policy", "RoutedRequest", "make_policy"]
 
 
 def make_policy(config: PolicyConfig, role: WorkerRole) -> Policy:
@@ -41,6 +42,8 @@ def make_policy(config: PolicyConfig, role: WorkerRole) -> Policy:
             return LeastLoaded()
         case "cache_aware":
             return CacheAware(config)
+        case "kv_aware":
+            return KVAware(config)
         case "bucket":
             return Bucket(config)
         case "consistent_hashing":

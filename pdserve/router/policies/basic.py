@@ -22,6 +22,7 @@ import random
 from collections import deque
 from collections.abc import Sequence
 
+from pdserve.observe.kv_keys import PromptKeys
 from pdserve.router.config.config import PolicyConfig
 from pdserve.router.policies.routing_keys import ConversationKey
 
@@ -38,11 +39,12 @@ class Candidate:
 class RoutedRequest:
     """Properties of a request that policies use; None if the request has none, or no policy uses the property.
 
-    `prompt` is text, or token ids as characters; see `routing_keys.prompt_of`.
+    `prompt` is text, or token ids as characters; see `routing_keys.prompt_of`. `tokens`: see `proxy.prompt_tokens`.
     """
 
     key: ConversationKey | None = None
     prompt: str | None = None
+    tokens: PromptKeys | None = None
 
 
 class Policy(abc.ABC):
@@ -54,6 +56,7 @@ class Policy(abc.ABC):
     uses_key = False
     uses_prompt = False
     uses_load = False
+    uses_tokens = False
 
     @abc.abstractmethod
     def choose(self, candidates: Sequence[Candidate], request: RoutedRequest, rng: random.Random) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import json
 import math
@@ -31,6 +32,7 @@ from pdserve.router.config.config import RouterConfig
 from pdserve.router.http import BODY, CLIENT_SLOT, REQUEST_ID, REQUEST_ID_HEADER, CallTrace, error_response, refused
 from pdserve.router.proxy.attempts import SHUTTING_DOWN, Drain
 from pdserve.router.proxy.dispatch import Dispatcher, ProxiedCall
+from pdserve.router.proxy.prompt_tokens import PromptTokenizer
 from pdserve.router.proxy.relay import TakingWriter, failure_response, late_error, pass_on, relay, whole_answer
 from pdserve.router.proxy.sessions import RouterSessions, attending, with_turn
 from pdserve.router.proxy.stored_responses import StoredResponses, recorded
@@ -112,6 +114,7 @@ class GenerateHandler:
         tracing: Tracing | None,
         responses: StoredResponses,
         sessions: RouterSessions,
+        tokenizer: PromptTokenizer,
     ) -> None:
         self._config = config
         self._dispatcher = dispatcher
@@ -124,6 +127,7 @@ class GenerateHandler:
         self._tracing = tracing
         self._responses = responses
         self._sessions = sessions
+        self._tokenizer = tokenizer
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Generate: send the request to a pair and relay decode's answer."""
@@ -191,6 +195,9 @@ class GenerateHandler:
                 call = self._call(request, whole, None, deadline, trace, session=body, turn=turn.node.name)
             async with asyncio.timeout_at(deadline) as limit, contextlib.AsyncExitStack() as stack:
                 stack.enter_context(attending(turn))
+                if self._tokenizer.enabled:
+                    routed = await self._tokenizer.tokenized(request, whole, call.routed)
+                    call = dataclasses.replace(call, routed=routed)
                 outcome = await stack.enter_async_context(self._dispatcher.answer(call))
                 limit.reschedule(None)
                 if isinstance(outcome, WorkerStream) or (isinstance(outcome, WorkerResponse) and outcome.status < 400):

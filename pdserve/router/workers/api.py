@@ -70,8 +70,11 @@ class WorkersApi:
         registry: Registry,
         on_change: Callable[[], None],
         now: Callable[[], float],
+        describe_events: Callable[[Worker], dict[str, Any] | None],
     ) -> None:
+        """`describe_events`: the state of a worker's KV events; None if they are not used."""
         self._config = config
+        self._describe_events = describe_events
         self._registry = registry
         self._on_change = on_change
         self._now = now
@@ -95,7 +98,7 @@ class WorkersApi:
         workers = self._registry.workers
         stats = {f"{role.value}_count": sum(worker.spec.role is role for worker in workers) for role in WorkerRole}
         return json_response(
-            {"workers": [describe(worker, self._now()) for worker in workers], "total": len(workers), "stats": stats}
+            {"workers": [self._described(worker) for worker in workers], "total": len(workers), "stats": stats}
         )
 
     async def list_urls(self, request: web.Request) -> web.Response:
@@ -105,7 +108,7 @@ class WorkersApi:
     async def show(self, request: web.Request) -> web.Response:
         """Return one worker's state."""
         worker = self._find(request)
-        return _not_found(request) if worker is None else json_response(describe(worker, self._now()))
+        return _not_found(request) if worker is None else json_response(self._described(worker))
 
     async def add(self, request: web.Request) -> web.Response:
         """Add a worker (202), which gets requests as soon as it is healthy."""
@@ -193,6 +196,10 @@ class WorkersApi:
             self._registry.remove(worker)
         self._on_change()
         return _accepted(worker, f"no new requests; {running} requests still run there")
+
+    def _described(self, worker: Worker) -> dict[str, Any]:
+        events = self._describe_events(worker)
+        return describe(worker, self._now()) | ({} if events is None else {"kv_events": events})
 
     def _find(self, request: web.Request) -> Worker | None:
         return self._registry.find(request.match_info["name"])

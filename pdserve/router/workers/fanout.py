@@ -62,6 +62,7 @@ class WorkerFanout:
         self._health = health
         self._session = session
         self._probe_pairs = probe_pairs
+        self._num_spread = 0
 
     async def proxy(self, request: web.Request) -> web.Response:
         """Forward to one usable worker, decode workers first, since clients get decode's answers.
@@ -76,15 +77,23 @@ class WorkerFanout:
             return error_response(502, text, "worker_key_refused")
         return web.Response(status=found.status, headers=found.headers, body=found.body)
 
-    async def query(self, request: web.Request, path: str, body: bytes) -> WorkerResponse | None:
-        """POST `body` to `path` of one usable worker on behalf of `request`; None if none answers, or takes the key."""
-        found = await self._first(request, body, path)
+    async def query(
+        self, request: web.Request, path: str, body: bytes, *, spread: bool = False
+    ) -> WorkerResponse | None:
+        """POST `body` to `path` of one usable worker on behalf of `request`; None if none answers, or takes the key.
+
+        `spread`: the workers of a role take turns.
+        """
+        self._num_spread += spread
+        found = await self._first(request, body, path, self._num_spread if spread else 0)
         return None if found is not None and found.status == 401 else found
 
-    async def _first(self, request: web.Request, body: bytes, path: str | None = None) -> WorkerResponse | None:
+    async def _first(
+        self, request: web.Request, body: bytes, path: str | None = None, turn: int = 0
+    ) -> WorkerResponse | None:
         """Return the answer of the first worker that takes the key, else a 401; None if no worker answers."""
         refusal: WorkerResponse | None = None
-        for worker in self._preferred():
+        for worker in self._preferred(turn):
             found = await self._call(request, worker, body, path=path)
             if found is not None and found.status != 401:
                 return found
@@ -220,13 +229,17 @@ class WorkerFanout:
         command = is_admin(method, path)
         return own_headers(worker, access.admin_key_for_workers if command else access.key_for_workers)
 
-    def _preferred(self) -> list[Worker]:
-        """Return the usable workers, in the order in which they are tried for queries that any worker answers."""
-        return [
-            worker
-            for role in (WorkerRole.REGULAR, WorkerRole.DECODE, WorkerRole.PREFILL)
-            for worker in self._registry.usable(role)
-        ]
+    def _preferred(self, turn: int = 0) -> list[Worker]:
+        """Return the usable workers, in the order in which they are tried for queries that any worker answers.
+
+        Those of a role are rotated by `turn`.
+        """
+        found: list[Worker] = []
+        for role in (WorkerRole.REGULAR, WorkerRole.DECODE, WorkerRole.PREFILL):
+            usable = self._registry.usable(role)
+            at = turn % max(1, len(usable))
+            found += usable[at:] + usable[:at]
+        return found
 
     def _alive(self) -> list[Worker]:
         """Return the healthy workers, including draining ones, where requests still run, and those that take no

@@ -75,6 +75,8 @@ class HealthMonitor:
         self._checks: dict[Worker, asyncio.Task[None]] = {}
         self.on_up: list[Callable[[Worker], None]] = []
         """Called whenever a worker becomes healthy, after its `/get_server_info` was read."""
+        self.on_down: list[Callable[[Worker], None]] = []
+        """Called whenever a healthy worker becomes dead."""
 
     async def start(self) -> None:
         """Start the checks; returns when every worker was checked once. Workers count as dead until a good answer.
@@ -220,7 +222,7 @@ class HealthMonitor:
         vice versa, for servers that report no role with their health.
         """
         try:
-            info = await self._ask_info(worker, timeout)
+            info = await self.ask_info(worker, timeout)
         except ProofRequiredError:
             self._warnings.warning("%s %s is not used: %s", worker.spec.role, worker.spec.url, NO_PROOFS)
             raise
@@ -242,8 +244,12 @@ class HealthMonitor:
         worker.facts = {name: str(info[name]) for name in FACTS if info.get(name) is not None}
         return None
 
-    async def _ask_info(self, worker: Worker, timeout: aiohttp.ClientTimeout) -> dict[str, Any]:
-        """Return the worker's `/get_server_info`; `ValueError` without a valid answer."""
+    async def ask_info(self, worker: Worker, timeout: aiohttp.ClientTimeout) -> dict[str, Any]:
+        """Return the worker's `/get_server_info`.
+
+        Raises:
+            aiohttp.ClientError, OSError, ValueError: there is no valid answer.
+        """
         url = worker.spec.url + INFO_PATH
         async with self._session.get(
             url, timeout=timeout, headers=self._headers(worker), allow_redirects=False
@@ -308,6 +314,8 @@ class HealthMonitor:
         if worker.healthy:
             log.warning("%s %s is down: %s", worker.spec.role, worker.spec.url, reason)
             worker.healthy = False
+            for notify in self.on_down:
+                notify(worker)
             self._on_change()
 
 

@@ -109,6 +109,37 @@ class RouterMetrics:
             registry=registry,
         )
 
+        self.kv_followed = Gauge(
+            "pdserve_router_kv_events_followed",
+            "1 while the KV events of a worker are followed (policy kv_aware)",
+            ["role", "worker"],
+            registry=registry,
+        )
+        self.kv_blocks = Gauge(
+            "pdserve_router_kv_events_blocks",
+            "Cached blocks of a worker that the router knows of",
+            ["role", "worker"],
+            registry=registry,
+        )
+        self.kv_lag = Gauge(
+            "pdserve_router_kv_events_lag_seconds",
+            "Age of a worker's last batch of KV events when it was applied; NaN: none has come",
+            ["role", "worker"],
+            registry=registry,
+        )
+        self.kv_gaps = Counter(
+            "pdserve_router_kv_events_gaps",
+            "Gaps in the numbers of a worker's KV events",
+            ["role", "worker"],
+            registry=registry,
+        )
+        self.prompt_tokens = Counter(
+            "pdserve_router_prompt_tokens",
+            "Requests of policy kv_aware by the source of their token ids: given, tokenized, failed, timeout, none",
+            ["source"],
+            registry=registry,
+        )
+
     def show(self, workers: Iterable[Worker], num_waiting: int, now: float) -> None:
         """Update all gauges, and `dispatched`; called before each scrape, so that they add no work to requests."""
         self.queued.set(num_waiting)
@@ -140,7 +171,8 @@ class RouterMetrics:
         self._num_dispatched.pop(worker, None)
         labels = {"role": worker.spec.role.value, "worker": worker.spec.url}
         gauges = (self.inflight, self.worker_up, self.draining, self.breaker)
-        for metric in (*gauges, self.dispatched, self.worker_errors):
+        of_events = (self.kv_followed, self.kv_blocks, self.kv_lag, self.kv_gaps)
+        for metric in (*gauges, *of_events, self.dispatched, self.worker_errors):
             metric.remove_by_labels(labels)
 
     def render(self) -> bytes:

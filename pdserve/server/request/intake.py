@@ -20,6 +20,7 @@ from pdserve.base.log import current_request_id
 from pdserve.base.stream_state import RESUME_FIELD
 from pdserve.config.groups import DisaggMode
 from pdserve.errors import RequestError
+from pdserve.protocol.cached_tokens import joined_salt
 from pdserve.protocol.failure import weights_mismatch
 from pdserve.protocol.hidden_states import salt_of_embeds
 from pdserve.protocol.logprobs import Logprobs
@@ -354,8 +355,7 @@ def make_requests(
 def with_salts(prompts: Sequence[GenerateRequest], body: Any) -> Sequence[GenerateRequest]:
     """Give each prompt its cache salt, from `cache_salt` and `extra_key` of a body: text, or a list by prompt.
 
-    One of them alone is the salt; both together are another salt than either. The salt of a prompt of input embeddings
-    also depends on these.
+    See `joined_salt`. The salt of a prompt of input embeddings also depends on these.
 
     Raises:
         RequestError: 400 naming the field, for a salt that is empty, too long, or has a NUL.
@@ -378,7 +378,7 @@ def _with_given_salts(prompts: Sequence[GenerateRequest], body: Any) -> Sequence
         [check_salt(value, field) for value in scalar_or_list(getattr(body, field), len(prompts), field, str)]
         for field in ("cache_salt", "extra_key")
     ]
-    salts = ["\0".join(part for part in both if part is not None) for both in zip(*parts, strict=True)]
+    salts = [joined_salt(*both) for both in zip(*parts, strict=True)]
     return [msgspec.structs.replace(prompt, cache_salt=salt) for prompt, salt in zip(prompts, salts, strict=True)]
 
 

@@ -143,6 +143,7 @@ def _kv_events(context: ServerContext) -> dict[str, Any] | None:
         "endpoint_port_base": _port(bound["kv_events_endpoint"]) or events.endpoint.port,
         "replay_endpoint": bound["kv_events_replay_endpoint"] or None,
         "replay_endpoint_port_base": _port(bound["kv_events_replay_endpoint"]),
+        "bind": events.binds,
         "topic": events.topic,
         "format": events.wire_form,
         "block_size": context.config.memory.page_size,

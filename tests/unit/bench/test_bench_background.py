@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import itertools
 import json
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,23 @@ async def test_background_requests_go_on_until_the_last_answer_and_wait_after_a_
     assert slept[:2] == [2.0, 1.0], "its start, and the pause after a failure"
     assert outcome.background[0].error_kind == "http_503" and outcome.background[1].whole
     assert sum(one.unfinished for one in outcome.background) <= 1
+
+
+async def test_background_prompts_are_made_beside_the_requests() -> None:
+    answered = threading.Event()
+
+    def turns() -> Iterator[BenchTurn]:
+        for _ in range(4):
+            assert answered.wait(WAIT_S), "the requests wait for the making of a prompt"
+            yield BenchTurn(prompt=[7], output_len=1)
+
+    async with serving(FakeService(plain)) as service:
+        async with BenchClient(BenchTarget(base_url=service.url, model="m")) as client:
+            outcome = await run_load(
+                client, single([[1]], 2), arrivals_s=[0], background=BackgroundLoad(turns=turns(), concurrency=2),
+                on_done=lambda _: answered.set(),
+            )  # fmt: skip
+    assert outcome.records[0].whole and answered.is_set()
 
 
 async def test_a_background_that_cannot_be_sent_ends_the_run() -> None:

@@ -10,6 +10,7 @@ import pytest
 from benchmarks import bench_transfer as bench
 from benchmarks.bench_transfer import Case, OnePage, Turns
 from pdserve.transfer.transports import nixl_engine
+from tests.share import rest_slow
 
 
 def turns(path: float) -> Turns:
@@ -34,7 +35,7 @@ def test_the_control_plane_is_what_the_engine_alone_does_not_take() -> None:
     assert "700" in bench.one_page_table([OnePage("shm", "tiny", alone_us=750.0, many_us=300.0, raw_us=50.0)])
 
 
-@pytest.mark.parametrize("backend", ["shm", "mooncake", "nixl"])
+@pytest.mark.parametrize("backend", rest_slow(["mooncake", "shm", "nixl"]))
 def test_a_tiny_run_moves_the_bytes_and_writes(backend: str, tmp_path: Path) -> None:
     if backend == "nixl" and not nixl_engine.is_installed():
         pytest.skip("nixl is not installed; scripts/setup.sh says how")

@@ -79,6 +79,13 @@ def _tcp(s: FleetService) -> None:
         info["facts"]["transfer_protocol"] = "tcp"
 
 
+def _rdma(s: FleetService, named: str | None, ports: dict[str, str]) -> None:
+    info = s.infos[s.decode]
+    info["disaggregation_ib_device"], info["host_facts"]["rdma_ports"] = named, ports
+    for one in s.infos.values():
+        one["facts"]["transfer_protocol"] = "rdma"
+
+
 def _two_transports(s: FleetService) -> None:
     s.infos[s.decode]["disaggregation_transfer_backend"] = "auto"
     s.infos[s.decode]["facts"] |= {"transfer_backend": "shm", "transfer_protocol": "memory"}
@@ -116,6 +123,17 @@ DEFECTS: dict[str, tuple[Callable[[FleetService], object], list[tuple[str, str]]
     "keys": (_unreadable, [("error", "unreadable")], "status 401"),
     "tokens": (_tokens_differ, [("error", "control_token")], "different control tokens"),
     "token missing": (_token_missing, [("error", "control_token")], "have no control token, the others"),
+    "no such NIC": (
+        lambda s: _rdma(s, "mlx5_0, mlx5_9", {"mlx5_0:1": "ACTIVE"}), [("error", "nic")],
+        "names mlx5_9, and the host has mlx5_0",
+    ),
+    "a named NIC is down": (
+        lambda s: _rdma(s, "mlx5_0", {"mlx5_0:1": "DOWN", "mlx5_1:1": "ACTIVE"}), [("error", "nic")],
+        "no port of mlx5_0 is ACTIVE: port 1 is DOWN",
+    ),
+    "any NIC is down": (
+        lambda s: _rdma(s, None, {"mlx5_0:1": "ARMED"}), [("error", "nic")], "no port of mlx5_0 is ACTIVE",
+    ),
     "versions": (lambda s: s.infos[s.decode].update(version="9"), [("error", "versions")], "versions differ: "),
     "version of the router": (lambda s: s.router.update(version="9"), [("warning", "versions")], "9 at router http"),
     "clock": (_clock, [("warning", "clocks")], "s behind"),
@@ -207,6 +225,7 @@ def test_a_wrong_key_is_told_and_the_right_one_suffices(
         {"workers": [{"url": "http://u:1", "observed": [1]}], "router": {"serving": 1}, "prefill": [{"url": []}]},
         {"facts": {"kv": 1}, "internal_states": [{"memory": [1], "facts": [2], "peers": [3]}], "host_facts": "x"},
         {"replica_health": 5, "host_facts": {"rdma_devices": 5, "time_s": "x"}, "disaggregation_mode": "prefill"},
+        {"host_facts": {"rdma_devices": [], "rdma_ports": [1]}, "disaggregation_ib_device": 7},
     ],
 )
 def test_an_answer_of_another_form_is_a_finding(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.errors import RequestError
-from pdserve.observe.history import INTERVAL_S, NUM_POINTS, History
+from pdserve.observe.history import INTERVAL_S, NUM_POINTS, History, StoreTraffic
 
 ERROR = b'data: {"error":{"code":"worker_failed"}}\n\n'
 
@@ -90,3 +90,13 @@ def test_a_worker_begins_later_and_goes() -> None:
 def test_a_bad_number_is_named(query: dict[str, str]) -> None:
     with pytest.raises(RequestError, match=next(iter(query))):
         History().answer(query, 0.0)
+
+
+def test_the_traffic_of_a_store_is_the_difference_of_its_totals() -> None:
+    traffic = StoreTraffic()
+    assert traffic.rates(100.0, 5e9, 0.0) == {}, "a total alone is no rate"
+    assert traffic.rates(105.0, 5e9 + 1000, 500.0) == {"kv_store_read": 200.0, "kv_store_written": 100.0}
+    assert traffic.rates(107.0, 5e9 + 1000, 500.0) == {"kv_store_read": 0.0, "kv_store_written": 0.0}
+    assert traffic.rates(107.0, 6e9, 700.0) == {}, "no time has passed"
+    assert traffic.rates(110.0, 300.0, 800.0) == {}, "the server has started anew"
+    assert traffic.rates(112.0, 320.0, 800.0) == {"kv_store_read": 10.0, "kv_store_written": 0.0}

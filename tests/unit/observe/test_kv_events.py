@@ -19,9 +19,17 @@ from pdserve.memory.kv_memory import KVMemory, PageTable
 from pdserve.memory.layout import PageSpace
 from pdserve.memory.page_keys import KeyNamespace, short_hash
 from pdserve.memory.prefix_cache import RadixTree, SaltedTokens, token_bytes
-from pdserve.observe.kv_events import Group, KVEventStream, Numbered, groups_of
+from pdserve.observe.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEventStream,
+    Numbered,
+    groups_of,
+)
+from pdserve.observe.kv_keys import Group
 from pdserve.sim.hash_lm import hash_layout
-from tests.kv_reader import AllBlocksCleared, BlockRemoved, BlockStored, CacheCopy, Follower, events_of
+from tests.kv_reader import CacheCopy, Follower, events_of
 from tests.unit.memory.kit import PAGE_TOKENS, Prefix, content_of, letters, prefixes, tokens_of
 
 NAMESPACE = KeyNamespace("w1", True, "l1", "float32", PAGE_TOKENS)

@@ -24,7 +24,8 @@ from pdserve.memory.page_keys import KeyNamespace, short_hash
 from pdserve.memory.prefix_cache import RadixNode, RadixTree
 from pdserve.memory.tiers.host_memory import PageCopies
 from pdserve.memory.tiers.host_pool import HostPool
-from pdserve.observe.kv_events import Group, KVEventStream
+from pdserve.observe.kv_events import KVEventStream
+from pdserve.observe.kv_keys import Group
 from pdserve.protocol.messages import GenerateRequest
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.scheduler.host_tier import HostTier
