@@ -1,6 +1,6 @@
-"""Makes the pictures of the dashboard page in docs/images: a fleet under load, in a headless Chromium.
+"""Makes the pictures of the dashboard page in docs/images: a fleet with a store under load, in a headless Chromium.
 
-    python -m tests.page_images [--seconds 150] [--out docs/images]
+    python -m tests.page_images [--seconds 300] [--out docs/images]
 
 Needs Debian's `chromium` and `chromium-driver`. The model is a tiny random one, so its latencies mean nothing.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import tempfile
 import time
 from pathlib import Path
@@ -28,6 +29,7 @@ from tests.e2e.page_fleet import (
     long_stream,
     running_page_fleet,
     set_screen,
+    shared_load,
     take_picture,
 )
 from tests.tiny import make_tiny
@@ -76,14 +78,16 @@ def take_failures(browser: webdriver.Chrome, fleet: PageFleet, out: Path) -> Non
 def main() -> None:
     """Start the servers, load them for `--seconds`, and write the pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=150.0, help="seconds of load before the first picture")
+    parser.add_argument("--seconds", type=float, default=300.0, help="seconds of load before the first picture")
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
     args = parser.parse_args()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         browser = stack.enter_context(open_browser(folder / "profile"))
-        fleet = stack.enter_context(running_page_fleet(str(make_tiny("llama", folder / "tiny"))))
-        stack.enter_context(bench_beside(fleet, RATE))
+        store = json.dumps({"directory": str(folder / "store"), "prefetch_threshold": 16})
+        flags = ("--hicache-storage-backend", "file", "--hicache-storage-backend-extra-config", store)
+        fleet = stack.enter_context(running_page_fleet(str(make_tiny("llama", folder / "tiny")), *flags))
+        stack.enter_context(bench_beside(fleet, RATE, shared_load(folder / "load.jsonl")))
         browser.get(fleet.url)
         field = browser.find_element(By.ID, "key")
         until(field.is_displayed, WAIT_S, "it asks for the key")

@@ -8,12 +8,14 @@ from __future__ import annotations
 import base64
 import contextlib
 import dataclasses
+import json
+import random
 import re
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import requests
 from selenium import webdriver
 
 from tests.e2e.harness import Server, running, start_router, start_server, until
+from tests.tiny import VOCAB_SIZE
 
 KEY, ADMIN_KEY = "page-user", "page-admin"
 LOAD = ("--random-input-len", "60", "--random-output-len", "32", "--random-range-ratio", "0.5", "--num-prompts", "3000")
@@ -77,11 +80,11 @@ class PageFleet:
 
 
 @contextlib.contextmanager
-def running_page_fleet(model: str) -> Iterator[PageFleet]:
-    """Start the fleet; end it at the end."""
+def running_page_fleet(model: str, *more: str) -> Iterator[PageFleet]:
+    """Start the fleet; end it at the end. `more`: further flags of all servers but the router."""
     flags = (
         *("--max-total-tokens", "8192", "--served-model-name", "tiny-llama", "--enable-hierarchical-cache"),
-        *("--hicache-ratio", "2", "--speculative-algorithm", "NGRAM"),
+        *("--hicache-ratio", "2", "--speculative-algorithm", "NGRAM", *more),
     )
     prefills = [start_server(model, "prefill", *flags, name=f"prefill-{n}") for n in (1, 2)]
     decodes = [start_server(model, "decode", *flags, name=f"decode-{n}") for n in (1, 2)]
@@ -94,11 +97,27 @@ def running_page_fleet(model: str) -> Iterator[PageFleet]:
             yield PageFleet(model, prefills, decodes, router)
 
 
+def shared_load(file: Path) -> tuple[str, ...]:
+    """Write prompts for `pdserve bench` that share prefixes and partly repeat, and return its flags for them.
+
+    The caches have hits, and the answers of repeated prompts are drafted.
+    """
+    rng = random.Random(7)
+
+    def some(num_tokens: int) -> list[int]:
+        return [rng.randrange(3, VOCAB_SIZE) for _ in range(num_tokens)]
+
+    prefixes, suffixes = [some(160) for _ in range(6)], [some(24) for _ in range(4)]
+    prompts = [rng.choice(prefixes) + (rng.choice(suffixes) if rng.random() < 0.5 else some(24)) for _ in range(3000)]
+    file.write_text("".join(json.dumps({"prompt": prompt, "output_tokens": 40}) + "\n" for prompt in prompts))
+    return ("--dataset-name", "custom", "--dataset-path", str(file), "--num-prompts", "3000")
+
+
 @contextlib.contextmanager
-def bench_beside(fleet: PageFleet, rate: float) -> Iterator[None]:
-    """Run `pdserve bench` with `rate` requests per second, and kill it at the end."""
+def bench_beside(fleet: PageFleet, rate: float, load: Sequence[str] = LOAD) -> Iterator[None]:
+    """Run `pdserve bench` with `rate` requests per second and the flags `load`, and kill it at the end."""
     argv = [sys.executable, "-m", "pdserve", "bench", "--base-url", fleet.url, "--api-key", KEY, "--ignore-eos"]
-    argv += ["--tokenizer", fleet.model, "--request-rate", str(rate), *LOAD]
+    argv += ["--tokenizer", fleet.model, "--request-rate", str(rate), *load]
     process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         yield

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -168,3 +169,14 @@ def test_the_page_of_security_has_every_command() -> None:
     page = (ROOT / "docs" / "security.md").read_text()
     (row,) = (line for line in page.splitlines() if line.startswith("| `--admin-api-key` | `PDSERVE_ADMIN_API_KEY` |"))
     assert set(re.findall(r"`(/[^`]+)`", row)) == COMMANDS
+
+
+def test_the_chart_library_of_the_page_is_that_of_its_npm_package() -> None:
+    """The digests are those of `npm pack uplot@1.6.32`: `dist/`, and its license."""
+    page = ROOT / "pdserve" / "http" / "page"
+    assert {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in page.glob("uPlot*")} == {
+        "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+        "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+        "uPlot.LICENSE.txt": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
+    }
+    assert "npm package 1.6.32" in (ROOT / "docs" / "dashboard.md").read_text()

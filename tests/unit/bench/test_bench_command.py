@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import math
 from pathlib import Path
@@ -13,7 +14,7 @@ from aiohttp import web
 
 from pdserve.bench import flags
 from pdserve.bench.campaign import BenchPlan, BenchService, Campaign, LoadPoint, wait_serving
-from pdserve.bench.client import BenchClient, BenchTarget
+from pdserve.bench.client import BenchClient, BenchRecord, BenchTarget
 from pdserve.bench.load import run_load, single
 from pdserve.bench.metrics import METRICS, Slo
 from pdserve.cli import bench
@@ -331,3 +332,39 @@ def test_flags_that_meet_in_the_request_are_checked_too() -> None:
         flags.maker_of(parsed("--prompt-type", "ids"), "openai-chat")
     with pytest.raises(ConfigError, match="--tokenizer"):
         flags.maker_of(parsed("--tokenizer", "/no/such/model"), "openai")
+
+
+class Terminal(io.StringIO):
+    """Says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_has_a_bar_for_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With requests, tokens a second and failures; it is closed also after an interrupted run."""
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    progress = bench.BarProgress(disabled=False)
+    progress.begin("rate 2", 3)
+    for record in (BenchRecord(output_tokens=5), BenchRecord(error_kind="timeout"), BenchRecord(output_tokens=5)):
+        progress.done(record)
+    progress.end({"completed": 2, "failed": 1})
+    progress.begin("rate 4", 2)
+    progress.done(BenchRecord(output_tokens=5))
+    progress.end(None)
+    shown = terminal.getvalue()
+    assert progress.results == [{"completed": 2, "failed": 1}], "the second run was interrupted"
+    first, second = shown.rindex("rate 2"), shown.rindex("rate 4")
+    assert "100%" in shown[first:second] and "3/3" in shown[first:second] and "req" in shown[first:second]
+    assert "tok/s, 1 failed" in shown[first:second] and "1/2" in shown[second:] and "failed" not in shown[second:]
+    assert "answers" not in shown, "a bar instead of lines"
+    for disabled in (True, False):
+        plain_text = io.StringIO()
+        monkeypatch.setattr("sys.stderr", Terminal() if disabled else plain_text)
+        quiet = bench.BarProgress(disabled=disabled)
+        quiet.begin("rate 2", 1)
+        quiet.done(BenchRecord(output_tokens=5))
+        quiet.end({"completed": 1, "failed": 0, "duration": 2.0, "output_throughput": 2.5})
+        line = "" if disabled else "rate 2: 1 answers, 0 failed, 2.0 s, 2.5 tok/s\n"
+        assert plain_text.getvalue() == line

@@ -72,6 +72,11 @@ class SlowStore(MemoryStorage):
         return super().get_into(keys, buffers)
 
 
+def namespace_of(weights: str) -> KeyNamespace:
+    """The namespace of the pages of these weights."""
+    return KeyNamespace(weights, False, LAYOUT.fingerprint(), "uint64", LAYOUT.page_tokens)
+
+
 class Server:
     """The tiers of one server, with a namespace of its weights."""
 
@@ -91,12 +96,11 @@ class Server:
         self.host_memory = HostMemory(LAYOUT, {PageSpace.TOKENS: slots})
         self.host = HostPool(LAYOUT, {PageSpace.TOKENS: slots}, self.host_memory)
         self.memory = KVMemory(LAYOUT, 32, PageTable(4, 32), num_aux=0, prefix_cache=True)
-        namespace = KeyNamespace(weights, False, LAYOUT.fingerprint(), "uint64", LAYOUT.page_tokens)
         self.tier = StorageTier(
             wrap(LocalStoragePort(self.client, rank_parts(SINGLE), self.host.slot_bytes)),
             self.host,
             self.memory,
-            namespace,
+            namespace_of(weights),
             self.clock,
             self.counters,
             options=StorageOptions(threshold_tokens=8, timeout_base_s=2.0, decode_stride=stride),
@@ -201,6 +205,33 @@ def test_other_weights_and_other_salts_have_no_hits(make: Make) -> None:
     first.compute(first.request())
     assert second.read(second.request()) == []
     assert make().read(make().request(salt="mine")) == []
+
+
+def test_a_server_with_new_weights_stores_and_finds_pages_of_those_alone(make: Make) -> None:
+    old, changed, other = make(), make(), list(range(200, 241))
+    old.compute(old.request())
+    changed.tier.change_namespace(namespace_of("two"))
+    assert changed.read(changed.request()) == [], "pages of the former weights"
+    changed.compute(changed.request(other))
+    second = make(weights="two")
+    assert second.read(second.request(other)) == list(range(1, 11))
+    third = make()
+    assert third.read(third.request(other)) == []
+    changed.tier.change_namespace(namespace_of("one"))
+    assert changed.read(changed.request()) == list(range(1, 11)), "the former weights again"
+
+
+def test_what_was_not_sent_is_dropped_with_its_weights(make: Make) -> None:
+    server = make(stride=4, stores_decode=True)
+    req = server.request()
+    server.until_idle()
+    req.computed = req.seq_len
+    server.tier.computed(req)
+    server.tier.change_namespace(namespace_of("two"))
+    server.until_idle()
+    assert server.counters["backuped_tokens"] == 0
+    one, two = make(), make(weights="two")
+    assert one.read(one.request()) == [] and two.read(two.request()) == []
 
 
 def test_a_known_prefix_is_read_from_there_on_and_sent_once(make: Make) -> None:
