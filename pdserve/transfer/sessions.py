@@ -224,8 +224,9 @@ class Sessions:
             return []
         if packet.receiver != self.instance:
             self._counters["control_frames_misaddressed"] += 1
-            if isinstance(packet.body, Ping) and not packet.body.nonce:  # the peer that it is for had our endpoint
-                self._unknown.reset_sender(packet, packet.body.endpoint)
+            is_ours = self._peers.in_session(packet.sender, packet.session) is not None  # forged
+            if isinstance(packet.body, Ping) and not (packet.body.nonce or is_ours):
+                self._unknown.reset_sender(packet, packet.body.endpoint)  # the former process at our endpoint is gone
             return []
         match packet.body:
             case Hello():

@@ -8,7 +8,17 @@ from pdserve.transfer.aux import AuxRecord
 from pdserve.transfer.events import FrameArrived, PeerGone
 from pdserve.transfer.peers import SessionTimes
 from pdserve.transfer.room import KVPoll
-from pdserve.transfer.wire import Abort, Packet, Reset, TransferDone, TransferEnded, TransferInfo, TransferStats, Wire
+from pdserve.transfer.wire import (
+    Abort,
+    Packet,
+    Ping,
+    Reset,
+    TransferDone,
+    TransferEnded,
+    TransferInfo,
+    TransferStats,
+    Wire,
+)
 from tests.unit.transfer.kit import (
     ADDRESS,
     ALL_FREE,
@@ -269,6 +279,9 @@ def test_and_one_that_pretends_to_answer_for_an_endpoint_ends_none() -> None:
     assert peer is not None
     say(net, "x", decode, Reset(endpoint=prefill.endpoint, quiesced=True, answer=True), session=peer.session + 1)
     say(net, "x", decode, Reset(endpoint="x:1", quiesced=True, answer=True), session=peer.session)
+    forged = Packet(sender="decode-1", receiver="x", session=peer.session, seq=0, body=Ping(endpoint=decode.endpoint))
+    prefill.kv.handle(FrameArrived(Wire(TOKEN).encode(forged)))
+    net.pump()
     assert decode.kv.sessions.peer("prefill-1") is peer
 
 
