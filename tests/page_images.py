@@ -1,4 +1,4 @@
-"""Makes the pictures of the dashboard page in docs/images: a fleet with a store under load, in a headless Chromium.
+"""Makes the pictures of the dashboard page in docs/images: a fleet under load, in a headless Chromium.
 
     python -m tests.page_images [--seconds 300] [--out docs/images]
 

@@ -186,6 +186,10 @@ class PeerTable:
         """Return the peer of that instance whose session has this number; None when there is none."""
         return next((peer for peer in self.of(instance) if peer.session == session), None)
 
+    def replaced_by(self, instance: str, session: int, endpoint: str) -> list[Peer]:
+        """Return the peers of that session, which only we and the peer know, for whose endpoint `instance` answers."""
+        return [it for it in self if it.session == session and it.endpoint == endpoint and it.instance != instance]
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PeerReady:

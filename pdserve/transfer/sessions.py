@@ -224,6 +224,9 @@ class Sessions:
             return []
         if packet.receiver != self.instance:
             self._counters["control_frames_misaddressed"] += 1
+            is_ours = self._peers.in_session(packet.sender, packet.session) is not None  # forged
+            if isinstance(packet.body, Ping) and not (packet.body.nonce or is_ours):
+                self._unknown.reset_sender(packet, packet.body.endpoint)  # the former process at our endpoint is gone
             return []
         match packet.body:
             case Hello():
@@ -435,8 +438,9 @@ class Sessions:
             self._receivers.fence(peer.receiver)
 
     def _reset(self, packet: Packet, reset: Reset) -> list[Notice]:
-        """Handle a Reset: the peer has no session of this number, or has ended it."""
-        notices: list[Notice] = []
+        """Handle a Reset: the peer, or the process that has its endpoint now, has no session of this number."""
+        replaced = self._peers.replaced_by(packet.sender, packet.session, reset.endpoint)
+        notices = [notice for peer in replaced for notice in self._end(peer, _gone(peer))]
         peer = self._peers.in_session(packet.sender, packet.session)
         if peer is not None:
             failure = Failure(code="peer_gone", message=f"peer {peer.endpoint} ended the session", origin=peer.endpoint)

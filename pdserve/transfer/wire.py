@@ -234,7 +234,7 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
-    """A heartbeat: answered with a Pong, or with a Reset to `endpoint` where the session is unknown.
+    """A heartbeat: answered with a Pong, or with a Reset to `endpoint` by a process that does not know the session.
 
     With a `nonce` above 0 it belongs to no session: it verifies that the receiver is the process at that endpoint.
     """
@@ -251,6 +251,8 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
 
 class Reset(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The sender has no session with the number of this packet, or has ended it; `endpoint` is the sender's.
+
+    A peer's session ends too when another process answers for its endpoint so.
 
     `quiesced`: the sender writes nothing into pages that were published to it in that session, now or later. `answer`:
     it answers a packet of that session, so it must not be answered.

@@ -81,12 +81,12 @@ class PageFleet:
 
 @contextlib.contextmanager
 def running_page_fleet(model: str, *more: str) -> Iterator[PageFleet]:
-    """Start the fleet; end it at the end. `more`: further flags of all servers but the router."""
+    """Start the fleet; end it at the end. `more`: further flags of the prefill servers."""
     flags = (
         *("--max-total-tokens", "8192", "--served-model-name", "tiny-llama", "--enable-hierarchical-cache"),
-        *("--hicache-ratio", "2", "--speculative-algorithm", "NGRAM", *more),
+        *("--hicache-ratio", "2", "--speculative-algorithm", "NGRAM"),
     )
-    prefills = [start_server(model, "prefill", *flags, name=f"prefill-{n}") for n in (1, 2)]
+    prefills = [start_server(model, "prefill", *flags, *more, name=f"prefill-{n}") for n in (1, 2)]
     decodes = [start_server(model, "decode", *flags, name=f"decode-{n}") for n in (1, 2)]
     with running(*prefills, *decodes):
         keys = ("--api-key", KEY, "--admin-api-key", ADMIN_KEY)

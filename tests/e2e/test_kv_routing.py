@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import requests
 
+from tests.adapters import write_adapter
 from tests.e2e.harness import Server, running, start_router, start_server
 from tests.tiny import VOCAB_SIZE, Family
 from tests.waiting import wait_until
@@ -53,32 +54,70 @@ def wait_for_index(router: Server, *servers: Server) -> None:
 @pytest.fixture(scope="module")
 def servers(tiny_checkpoint: Callable[[Family], Path]) -> Iterator[list[Server]]:
     model = str(tiny_checkpoint("llama"))
-    started = [start_server(model, "null", *FLAGS, name=f"monolith {n}") for n in range(2)]
+    flags = (*FLAGS, "--enable-lora")
+    started = [start_server(model, "null", *flags, name=f"monolith {n}") for n in range(2)]
     with running(*started):
         yield started
 
 
+@pytest.fixture(scope="module")
+def router(servers: list[Server]) -> Iterator[Server]:
+    urls = [server.url for server in servers]
+    argv = ["--port", "0", "--health-check-interval", "1", "--worker-urls", *urls, *POLICY]
+    started = Server("router", "pdserve.launch_router", argv)
+    with running(started):
+        yield started
+
+
 @pytest.mark.slow
-def test_a_prompt_goes_where_it_is_cached_and_not_where_it_was_sent(servers: list[Server]) -> None:
+def test_a_prompt_goes_where_it_is_cached_and_not_where_it_was_sent(servers: list[Server], router: Server) -> None:
     """The first server gets prompts behind the router's back; then it forgets them, and the second one has them."""
     first, second = servers
-    argv = ["--port", "0", "--health-check-interval", "1", "--worker-urls", first.url, second.url, *POLICY]
-    router = Server("router", "pdserve.launch_router", argv)
-    with running(router):
-        plain, salted = prompt(1), prompt(2)
-        assert cached_tokens(first.url, plain) == 0
-        assert cached_tokens(first.url, salted, cache_salt="tenant") == 0
-        wait_for_index(router, first, second)
-        for _ in range(4):
-            assert cached_tokens(router.url, plain) == 5 * PAGE, "at least one token is computed"
-            assert cached_tokens(router.url, salted, cache_salt="tenant") == 5 * PAGE
-        assert second.state()["memory"]["pages_cached"] == 0
-        assert requests.post(f"{first.url}/flush_cache?timeout=20", timeout=30).status_code == 200
-        assert cached_tokens(second.url, plain) == 0
-        wait_for_index(router, first, second)
-        for _ in range(4):
-            assert cached_tokens(router.url, plain) == 5 * PAGE
-        assert first.state()["memory"]["pages_cached"] == 0, "cache_aware would have sent them there"
+    plain, salted = prompt(1), prompt(2)
+    assert cached_tokens(first.url, plain) == 0
+    assert cached_tokens(first.url, salted, cache_salt="tenant") == 0
+    wait_for_index(router, first, second)
+    for _ in range(4):
+        assert cached_tokens(router.url, plain) == 5 * PAGE, "at least one token is computed"
+        assert cached_tokens(router.url, salted, cache_salt="tenant") == 5 * PAGE
+    assert second.state()["memory"]["pages_cached"] == 0
+    assert requests.post(f"{first.url}/flush_cache?timeout=20", timeout=30).status_code == 200
+    assert cached_tokens(second.url, plain) == 0
+    wait_for_index(router, first, second)
+    for _ in range(4):
+        assert cached_tokens(router.url, plain) == 5 * PAGE
+    assert first.state()["memory"]["pages_cached"] == 0, "cache_aware would have sent them there"
+
+
+@pytest.mark.slow
+def test_chats_and_prompts_of_adapters_go_where_they_are_cached(
+    servers: list[Server], router: Server, tiny_checkpoint: Callable[[Family], Path], tmp_path: Path
+) -> None:
+    """The adapter is loaded while the router follows the servers, which changes their keys."""
+    _, second = servers
+    chat = {"messages": [{"role": "user", "content": "one two three four five " * 20}], "max_tokens": 1}
+
+    def cached_of_chat(url: str) -> int:
+        answer = requests.post(f"{url}/v1/chat/completions", json=chat, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached_of_chat(second.url) == 0
+    adapter = write_adapter(tmp_path / "poet", tiny_checkpoint("llama"))
+    loaded = {"lora_name": "poet", "lora_path": str(adapter)}
+    assert requests.post(f"{router.url}/load_lora_adapter", json=loaded, timeout=60).status_code == 200
+    given = prompt(7)
+    assert cached_tokens(second.url, given, lora_path="poet") == 0
+    wait_for_index(router, *servers)
+
+    def hits() -> bool:
+        return cached_tokens(router.url, given, lora_path="poet") == 5 * PAGE
+
+    for _ in range(4):
+        assert cached_of_chat(router.url) > 5 * PAGE
+    wait_until(hits, "the router knows the adapter")
+    assert all(hits() for _ in range(4))
+    assert cached_tokens(router.url, given) == 0, "the model itself"
 
 
 @pytest.mark.slow

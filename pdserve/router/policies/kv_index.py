@@ -34,9 +34,12 @@ class CachedBlocks:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def use(self, keys: ReplicaKeys) -> None:
-        """Compute the hashes of prompts with other keys. Groups never change."""
+    def use(self, keys: ReplicaKeys) -> bool:
+        """Compute the hashes of prompts with these keys; False if they are those in use. Groups never change."""
+        if keys == self.keys:
+            return False
         self.keys, self.are_keys_outdated = keys, False
+        return True
 
     def clear(self) -> None:
         """Forget all blocks."""

@@ -48,6 +48,8 @@ REPLAY_TIMEOUT_S = 5.0
 INFO_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 RETRY_S = 1.0
 """Seconds before a worker whose events cannot be followed is tried again, and between two reads of its keys."""
+MAX_KEYS_WAIT_S = 60.0
+"""Most seconds between two reads of keys that do not change, though a hash differs, as of an unloaded adapter."""
 SILENT_S = 10.0
 """Seconds without a first batch after which the log says so; a publisher answers a subscription at once."""
 _WILDCARDS = ("*", "0.0.0.0", "[::]")
@@ -94,6 +96,8 @@ class FollowedWorker:
     error: str | None = None
     """Why the events are not followed; None: they are."""
     keys_read_at: float = 0.0
+    keys_wait_s: float = dataclasses.field(default_factory=lambda: RETRY_S)
+    """Seconds from one read of the keys to the next."""
 
 
 class KVEventSubscriptions:
@@ -196,15 +200,17 @@ class KVEventSubscriptions:
                 tasks.create_task(self._follow(worker, followed, replica))
 
     async def _read_keys(self, worker: Worker, followed: FollowedWorker) -> None:
-        """Read how hashes are made now, at most every `RETRY_S`."""
-        if time.monotonic() < followed.keys_read_at + RETRY_S:
+        """Read how hashes are made now, unless that was done less than `keys_wait_s` ago."""
+        if time.monotonic() < followed.keys_read_at + followed.keys_wait_s:
             return
         followed.keys_read_at = time.monotonic()
+        followed.keys_wait_s = min(2 * followed.keys_wait_s, MAX_KEYS_WAIT_S)
         endpoints = endpoints_of(await self._health.ask_info(worker, INFO_TIMEOUT), worker.spec.host)
         for dp_rank, replica in followed.replicas.items():
             if dp_rank not in endpoints or endpoints[dp_rank].keys.groups != replica.endpoints.keys.groups:
                 raise LostTrackError("its replicas have changed")
-            replica.blocks.use(endpoints[dp_rank].keys)
+            if replica.blocks.use(endpoints[dp_rank].keys):
+                followed.keys_wait_s = RETRY_S
 
     # ------------------------------------------------------------------ a replica
 
@@ -216,7 +222,7 @@ class KVEventSubscriptions:
             while True:
                 if replica.blocks.are_keys_outdated:
                     await self._read_keys(worker, followed)
-                if not await socket.poll(_patience_ms(replica)):
+                if not await socket.poll(_patience_ms(followed, replica)):
                     if follower.next_seq is None:
                         text = "no KV events from %s at %s so far: it is chosen by load"
                         self._warnings.warning(text, worker.spec.url, endpoints.events)
@@ -259,11 +265,13 @@ class KVEventSubscriptions:
         return socket
 
 
-def _patience_ms(replica: FollowedReplica) -> int | None:
+def _patience_ms(followed: FollowedWorker, replica: FollowedReplica) -> int | None:
     """Return how long the next batch is waited for, in milliseconds; None: without end."""
     if replica.follower.next_seq is None:
         return round(SILENT_S * 1000)
-    return round(RETRY_S * 1000) if replica.blocks.are_keys_outdated else None
+    if not replica.blocks.are_keys_outdated:
+        return None
+    return max(1, round((followed.keys_read_at + followed.keys_wait_s - time.monotonic()) * 1000))
 
 
 def _numbered(frames: list[bytes], *, signed: bool) -> tuple[int, bytes]:

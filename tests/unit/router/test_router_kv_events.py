@@ -251,9 +251,11 @@ def test_other_weights_are_noticed_by_the_first_block(run_world: RunWorld, monke
                 publisher.stream = KVEventStream(other, {PageSpace.TOKENS: GROUP})
                 await publisher.send(publisher.make("ab"))
                 await blocks_until(world, url, first, 2)
-                first.facts = publisher.facts(other)
                 [followed] = [one for one in world.app[ROUTER].kv_events.workers.values() if one.replicas]
                 blocks = followed.replicas[0].blocks
+                await until(lambda: followed.keys_wait_s > 0.01)  # the old keys were read once more
+                assert blocks.are_keys_outdated and blocks.keys.namespace == NAMESPACE
+                first.facts = publisher.facts(other)
                 await until(lambda: blocks.keys.namespace == other and not blocks.are_keys_outdated)
                 assert {await generate(world, url, {"input_ids": tokens("ab")}) for _ in range(8)} == {"first"}
 

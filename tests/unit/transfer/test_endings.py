@@ -8,7 +8,17 @@ from pdserve.transfer.aux import AuxRecord
 from pdserve.transfer.events import FrameArrived, PeerGone
 from pdserve.transfer.peers import SessionTimes
 from pdserve.transfer.room import KVPoll
-from pdserve.transfer.wire import Abort, Packet, TransferDone, TransferEnded, TransferInfo, TransferStats, Wire
+from pdserve.transfer.wire import (
+    Abort,
+    Packet,
+    Ping,
+    Reset,
+    TransferDone,
+    TransferEnded,
+    TransferInfo,
+    TransferStats,
+    Wire,
+)
 from tests.unit.transfer.kit import (
     ADDRESS,
     ALL_FREE,
@@ -249,6 +259,30 @@ def test_a_silent_prefill_server_is_fenced_after_a_while() -> None:
     found(decode, prefill)
     net.pump()
     assert receiver.poll() is KVPoll.WAITING_FOR_INPUT, "it is taken back, in a new session"
+
+
+def test_a_new_process_at_the_endpoint_of_a_dead_one_ends_its_sessions_at_once() -> None:
+    """As after a restart at the same port: probes connect, and no directory tells of another instance."""
+    net, prefill, decode = meet()
+    pair = Pair(net, prefill, decode)
+    successor = Side(net, "prefill-2", endpoint=prefill.endpoint)
+    net.pass_time(HEARTBEAT_S + 1)
+    assert pair.receiver.failure is not None and pair.receiver.failure.code == "peer_gone"
+    pair.drop_requests()
+    net.pass_time(1)
+    assert_quiet_and_free(decode, successor)
+
+
+def test_and_one_that_pretends_to_answer_for_an_endpoint_ends_none() -> None:
+    net, prefill, decode = meet()
+    peer = decode.kv.sessions.peer("prefill-1")
+    assert peer is not None
+    say(net, "x", decode, Reset(endpoint=prefill.endpoint, quiesced=True, answer=True), session=peer.session + 1)
+    say(net, "x", decode, Reset(endpoint="x:1", quiesced=True, answer=True), session=peer.session)
+    forged = Packet(sender="decode-1", receiver="x", session=peer.session, seq=0, body=Ping(endpoint=decode.endpoint))
+    prefill.kv.handle(FrameArrived(Wire(TOKEN).encode(forged)))
+    net.pump()
+    assert decode.kv.sessions.peer("prefill-1") is peer
 
 
 def test_source_pages_for_a_dead_decode_server_are_held_until_the_copy_ended() -> None:
