@@ -23,7 +23,7 @@ from pdserve.transfer import sessions as sessions_module
 from pdserve.transfer.checksum import RankDigest
 from pdserve.transfer.events import Address, CopyDone, CopyJob, PeerFenced, PrefillFound, PrefillNotFound
 from pdserve.transfer.in_flight import ClosedKeys, OutgoingKeys, WriteOutcome
-from pdserve.transfer.peers import EndedSession, Notice, Peer, UnknownPeers
+from pdserve.transfer.peers import EndedSession, Notice, Peer, PeerTable, UnknownPeers
 from pdserve.transfer.receiver import ReceiveSide
 from pdserve.transfer.receiving_engines import SessionReceivers
 from pdserve.transfer.room import ReceiveRoom, RemoteWritable, RemoteWritablePages
@@ -436,7 +436,7 @@ def a_drain_that_cuts_requests_frees_all_pages(patch: Patch) -> None:
 
 
 def a_successor_is_its_predecessor(patch: Patch) -> None:
-    """A session belongs to an endpoint, whichever instance listens there."""
+    """A session belongs to an endpoint, whichever instance listens there, and whatever that one answers."""
     found = Sessions.found
 
     def faithful(self: Sessions, event: PrefillFound) -> list[Notice]:
@@ -445,3 +445,4 @@ def a_successor_is_its_predecessor(patch: Patch) -> None:
         return found(self, PrefillFound(event.address, replicas))
 
     patch.setattr(Sessions, "found", faithful)
+    patch.setattr(PeerTable, "replaced_by", lambda *_: [])
