@@ -139,14 +139,15 @@ def test_a_restored_request_reads_its_kv_from_the_store(
     flags = (*TIER, *storage_flags("file", "wait_complete", directory=str(tmp_path)), "--max-total-tokens", "4096")
     with running_monolith(model, *TIER[:4], "--max-total-tokens", "4096") as alone:
         expected = generate_all(alone.url, [body(prompt, 1500)])[0]["output_ids"]
-    with running_monolith(model, *flags) as server, ThreadPoolExecutor(1) as pool:
-        call = pool.submit(
-            requests.post, f"{server.url}/generate", json={**body(prompt, 1500), "rid": "a"}, timeout=300
-        )
-        while (answer := extract(server.url, "none")).status_code == 404 and not call.done():
-            pass
+    with running_monolith(model, *flags) as server:
+        asked = {**body(prompt, 1500), "rid": "a", "stream": True}
+        with requests.post(f"{server.url}/generate", json=asked, stream=True, timeout=300) as stream:
+            lines = (line for line in stream.iter_lines() if line.startswith(b"data: {"))
+            next(lines)  # the prompt is computed
+            answer = extract(server.url, "none")
+            *_, last = lines
         assert answer.status_code == 200, answer.text
-        assert call.result().json()["meta_info"]["finish_reason"]["type"] == "suspended"
+        assert json.loads(last[6:])["meta_info"]["finish_reason"]["type"] == "suspended"
         until_stored(server, 192)
     with running_monolith(model, *flags) as server:
         again = restore(server.url, answer.content, "ignore")
