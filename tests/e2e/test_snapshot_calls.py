@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -131,6 +131,11 @@ def restore(url: str, data: bytes, kv: str = "require") -> requests.Response:
     return requests.post(f"{url}/restore?kv={kv}", data=data, headers=headers, timeout=300)
 
 
+def events_of(stream: requests.Response) -> Iterator[Any]:
+    """Yield the events of a stream of `/generate`."""
+    return (json.loads(line[6:]) for line in stream.iter_lines() if line.startswith(b"data: {"))
+
+
 def test_a_restored_request_reads_its_kv_from_the_store(
     tiny_checkpoint: Callable[[Family], Path], tmp_path: Path
 ) -> None:
@@ -142,17 +147,18 @@ def test_a_restored_request_reads_its_kv_from_the_store(
     with running_monolith(model, *flags) as server:
         asked = {**body(prompt, 1500), "rid": "a", "stream": True}
         with requests.post(f"{server.url}/generate", json=asked, stream=True, timeout=300) as stream:
-            lines = (line for line in stream.iter_lines() if line.startswith(b"data: {"))
+            lines = events_of(stream)
             next(lines)  # the prompt is computed
             answer = extract(server.url, "none")
             *_, last = lines
         assert answer.status_code == 200, answer.text
-        assert json.loads(last[6:])["meta_info"]["finish_reason"]["type"] == "suspended"
+        assert last["meta_info"]["finish_reason"]["type"] == "suspended"
         until_stored(server, 192)
     with running_monolith(model, *flags) as server:
         again = restore(server.url, answer.content, "ignore")
         assert again.status_code == 200, again.text
-        assert again.json()["output_ids"] == expected
+        *_, last = events_of(again)
+        assert last["output_ids"] == expected
         assert server.counter("prefetched_tokens") >= 192
         assert_idle(server)
 
