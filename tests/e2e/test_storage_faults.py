@@ -40,7 +40,7 @@ NUM_STREAMS, NUM_CONTROL = 8, 4
 """Streams that run all the time, and as many clients beside them that send one request after the other; clients of the
 control server."""
 SPREAD = 1.5
-"""The longest of as many TTFT may be so many times as long as that of others on a busy machine."""
+"""Largest ratio of the longest TTFTs of two equal loads on a busy machine."""
 NUM_AT_ONCE, NUM_BEFORE, NUM_AFTER = 5, 8, 8
 """First requests of each client, which all clients send at once; least requests before the fault; those behind it."""
 LONGEST = 3000
@@ -160,7 +160,7 @@ Deployment = tuple[Server, Server, str, str]
 
 
 def with_stored_prompts(model: str, master: Master, prompts: list[list[int]]) -> Iterator[Deployment]:
-    """Servers, of which the owner has stored `prompts`."""
+    """Start the servers, and store `prompts` through the owner. Yields one `Deployment`."""
     flags = (*TIER, "--max-total-tokens", "8192")
     options = {"prefetch_timeout_per_ki_token": 0.0, "prefetch_timeout_base": DEADLINE_S}
     owner = start_server(model, "prefill", *flags, *mooncake_flags(master, "64mb", **options), name="owner")

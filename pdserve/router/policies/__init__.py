@@ -18,7 +18,7 @@ from pdserve.router.policies.basic import (
     RoundRobin,
     RoutedRequest,
 )
-from pdserve.router.policies.kv_aware import KVAware
+from pdserve.router.policies.kv_index import KVAware
 from pdserve.router.policies.prefix_tree import CacheAware
 
 __all__ = ["Candidate", "KVAware", "Policy", "RoutedRequest", "make_policy"]
